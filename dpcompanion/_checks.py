@@ -140,6 +140,13 @@ def one_of(name: str, value: _T, allowed: Iterable[_T]) -> _T:
     return value
 
 
+def unit(name: str, value: Any) -> str:
+    """`value` is a word for what one example is."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{name} must be a word such as 'example' or 'patient', got {value!r}")
+    return value
+
+
 def same_length(**arrays: Sized) -> None:
     """All the named arrays have the same length."""
     lengths = {name: len(values) for name, values in arrays.items()}

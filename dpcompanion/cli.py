@@ -30,6 +30,11 @@ from collections.abc import Callable, Sequence
 from dpcompanion import __version__
 
 RELATION, SAMPLER = "add or remove one example", "Poisson"
+RELATIONS = {
+    "add-remove": RELATION,
+    "zero-out": "leave out the data of one example, the number of examples public",
+    "replace": "replace one example by another",
+}
 
 # Each quantity: option, its other spelling if any, how it is read, and what it is.
 _OPTIONS = {
@@ -169,7 +174,7 @@ def _ledger(arguments: argparse.Namespace) -> None:
             "epsilon": epsilon if math.isfinite(epsilon) else str(epsilon),
             "delta": arguments.delta,
             "accountant": "pld",
-            "neighbouring_relation": RELATION if ledger.relation == "add-remove" else "replace one example by another",
+            "neighbouring_relation": RELATIONS[ledger.neighbours],
             "sampler": SAMPLER,
             **json.loads(ledger.to_json()),
         }
@@ -269,9 +274,17 @@ def _parser() -> argparse.ArgumentParser:
         "--relation",
         choices=("add-remove", "replace"),
         default="add-remove",
-        help="how neighbours differ; the runs of the files are meant for add-remove, the default",
+        help="how neighbours differ: in one example that takes part or not (default), or by one that replaces another",
     )
     ledger.set_defaults(do=_ledger)
+    _add_experiments(commands)
+    for sub in commands.choices.values():
+        sub.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _add_experiments(commands):
+    """The commands that make and list records."""
     run = commands.add_parser(
         "run", help="make a record of an experiment", description="Run an experiment and write its record."
     )
@@ -300,9 +313,6 @@ def _parser() -> argparse.ArgumentParser:
     listing.set_defaults(do=_list)
     for sub in (run, merge, listing):
         sub.add_argument("--out", metavar="FOLDER", help="where records lie; ./results by default")
-    for sub in commands.choices.values():
-        sub.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -50,7 +50,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         batch_size, epochs: the mean size of a batch, and how often an example is sampled on average.
         max_grad_norm, learning_rate: to which the gradient of an example is clipped, and the rate of plain SGD.
         method: "sample" or "scale", how budgets are met (`DPSGDPlan.for_epsilons`).
-        unit: what one of the n examples is, a word of statements.
+        unit: what one of the n examples is, a word of the statements of scaler, training and ledger.
         random_state: None, for a model that is released, or a whole number, for research (`train`).
 
     Attributes:
@@ -113,7 +113,8 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
             seed = self.random_state
             generator = None if seed is None else keyed_generator(derive_key(seed, "scaler"))
             paid, bounds = SHARE * float(budgets.min()), {"lower": self.lower, "upper": self.upper}
-            self.scaler_ = private_scaler(means, epsilon=paid, delta=SHARE * self.delta, **bounds, generator=generator)
+            bounds |= {"generator": generator, "unit": self.unit}
+            self.scaler_ = private_scaler(means, epsilon=paid, delta=SHARE * self.delta, **bounds)
             x, budgets = self.scaler_.transform(x), budgets - paid
         run: dict[str, Any] = {"delta": left * self.delta, "batch_size": min(self.batch_size, n), "epochs": self.epochs}
         run |= {"max_grad_norm": self.max_grad_norm, "method": self.method, "unit": self.unit}

@@ -172,7 +172,7 @@ class PrivateScaler:
         mean, scale: of each column, (d,) float64, by which `transform` moves and divides.
         lower, upper: the public bounds of each column, (d,) float64.
         n: how many rows there were.
-        epsilon, delta, relation: what was asked for.
+        epsilon, delta, relation, unit: what was asked for.
         seeded: whether the noise came from a `torch.Generator`.
     """
 
@@ -185,6 +185,7 @@ class PrivateScaler:
     delta: float
     relation: str = "add-remove"
     seeded: bool = False
+    unit: str = "row"
 
     def transform(self, x: Array) -> torch.Tensor:
         """(x - mean) / scale of columns moved to between their bounds, (m, d), of the type and device of x.
@@ -204,21 +205,22 @@ class PrivateScaler:
 
     def statement(self) -> str:
         """What the scaler has cost, in a sentence for a report."""
-        neighbours = "by one row" if self.relation == "add-remove" else "in one row that is replaced"
+        neighbours = f"by one {self.unit}" if self.relation == "add-remove" else f"in one {self.unit} that is replaced"
         return (
-            f"Means and variances of {len(self.mean)} columns of {self.n} rows (a public number) were released with "
-            f"Gaussian noise, ({self.epsilon:g}, {self.delta:g})-DP for neighbours that differ {neighbours} "
+            f"Means and variances of {len(self.mean)} columns of {self.n} {self.unit}s (a public number) were released "
+            f"with Gaussian noise, ({self.epsilon:g}, {self.delta:g})-DP for neighbours that differ {neighbours} "
             f"({self.relation})."
             + (" The noise was seeded, for research: anyone who knows the seed can subtract it." if self.seeded else "")
         )
 
     def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
-        """What `accounting.Ledger.add` counts: a Gaussian mechanism, exactly."""
+        """What `accounting.Ledger.add` counts: a Gaussian mechanism, exactly, for a public number of rows."""
         check_no_delta(delta)
         replaced = _SCALER["replace"] / _SCALER["add-remove"]
         longer = _SCALER[self.relation] / _SCALER["add-remove"]
         noise = (1 - 1e-12) * longer / noise_ratio(self.epsilon, self.delta)
-        return LedgerEntry(Gaussian(noise, replaced=replaced * (1 + 1e-9)), label="scaler")
+        item = Gaussian(noise, replaced=replaced * (1 + 1e-9))
+        return LedgerEntry(item, label="scaler", relation="zero-out", unit=self.unit)
 
 
 #: By how much a row moves the sums of one column, for a scaler.
@@ -234,6 +236,7 @@ def private_scaler(
     delta: float,
     generator: torch.Generator | None,
     relation: str = "add-remove",
+    unit: str = "row",
 ) -> PrivateScaler:
     """Mean and standard deviation of each column, (epsilon, delta)-private together: for scaling data before training.
 
@@ -247,6 +250,8 @@ def private_scaler(
         epsilon, delta: of this release.
         generator: None, for what is published, or a torch.Generator, for research; see `private_mean`.
         relation: "add-remove" or "replace": what (epsilon, delta) is for.
+        unit: what one row is, in the singular, such as "patient" where each patient has one row: a word of the
+            statement and of a ledger's, as in `DPSGDPlan`.
 
     Returns:
         A `PrivateScaler`, whose `transform` scales data, and which a `Ledger` takes beside the training. A variance
@@ -263,6 +268,7 @@ def private_scaler(
     """
     generator = _generator(generator)
     _checks.one_of("relation", relation, RELATIONS)
+    _checks.unit("unit", unit)
     ratio = noise_ratio(epsilon, delta)
     x = _real("x", x)
     if x.ndim != 2 or not x.numel():
@@ -288,6 +294,7 @@ def private_scaler(
         float(delta),
         relation,
         generator is not None,
+        unit,
     )
 
 
@@ -315,13 +322,17 @@ def split(epsilon: float, delta: float, parts: int) -> float:
     return each
 
 
-def ledger_item(epsilon: float, delta: float, *, bins: int | None = None, relation: str = "add-remove") -> Gaussian:
-    """What one release of this module costs, for `accounting.Ledger.add`: it is a Gaussian mechanism, exactly.
+def ledger_item(
+    epsilon: float, delta: float, *, bins: int | None = None, relation: str = "add-remove", unit: str = "example"
+) -> LedgerEntry:
+    """What one release of this module costs, for `accounting.Ledger.add`: it is a Gaussian mechanism, exactly, of a
+    public number of values.
 
     Args:
         epsilon, delta: those of the release.
         bins: of `private_quantiles` with method "cdf", None for `private_mean` and for "andrew2021".
         relation: that of the release.
+        unit: what one value is of, in the singular: a word of the ledger's statement.
 
     Raises:
         ValueError: an argument outside its range.
@@ -335,7 +346,8 @@ def ledger_item(epsilon: float, delta: float, *, bins: int | None = None, relati
     replaced = 1.0 if bins is None else replacement_factor(bins)
     if bins is not None and relation == "replace":
         epsilon = _epsilon_of_adding(epsilon, delta, bins)
-    return Gaussian((1 - 1e-12) / noise_ratio(epsilon, delta), replaced=min(replaced * (1 + 1e-9), 2.0))
+    item = Gaussian((1 - 1e-12) / noise_ratio(epsilon, delta), replaced=min(replaced * (1 + 1e-9), 2.0))
+    return LedgerEntry(item, relation="zero-out", unit=unit)
 
 
 def replacement_factor(bins: int) -> float:

@@ -1,10 +1,13 @@
 """A network trained by Lightning with a privacy budget for each person.
 
-The engine makes network, optimizer and loader private; Lightning runs the loop.  Manual optimisation leaves the step to
-the private optimizer, which clips, adds noise and accounts.  As it stands it trains on made-up numbers, in seconds.
+The engine makes network, optimizer and loader private; Lightning runs the
+loop.  Manual optimisation leaves the step to the private optimizer, which
+clips, adds noise and accounts.  As it stands it trains on made-up numbers,
+in seconds.
 
-Lightning's own gradient clipping and accumulation are off in this mode. Leave out what would change a gradient between
-backward pass and step, float16, and the training loss in logs that are published: it has no noise.
+Lightning's own gradient clipping and accumulation are off in this mode.
+Leave out what would change a gradient between backward pass and step,
+float16, and the training loss in logs that are published: it has no noise.
 """
 
 import torch
@@ -15,7 +18,9 @@ from dpcompanion.engine import IndividualizedPrivacyEngine
 
 import lightning.pytorch as lightning  # isort: skip
 
-SEED = None  # a number repeats a run, for research; whoever knows it can subtract the noise
+# A number repeats a run, for research: whoever knows it can subtract the
+# noise.
+SEED = None
 EPOCHS = 3
 
 
@@ -44,7 +49,9 @@ y = (x[:, 0] > 0).long()
 budgets = torch.where(torch.arange(200) % 2 == 0, 1.0, 4.0)  # one a person
 
 torch.manual_seed(0)
-network = torch.nn.Sequential(torch.nn.Linear(10, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+network = torch.nn.Sequential(
+    torch.nn.Linear(10, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2)
+)
 engine = IndividualizedPrivacyEngine(accountant="rdp")
 network, optimizer, loader = engine.make_private_with_budgets(
     module=network,
@@ -68,4 +75,5 @@ trainer = lightning.Trainer(
 trainer.fit(Private(network, optimizer), train_dataloaders=loader)
 
 epsilons = engine.get_epsilons(1e-4)
-print(f"steps: {trainer.global_step}; epsilon {epsilons[0]:.3f} and {epsilons[1]:.3f} of budgets of 1 and 4")
+print(f"steps: {trainer.global_step}")
+print(f"epsilon {epsilons[0]:.3f} of a budget of 1, {epsilons[1]:.3f} of 4")

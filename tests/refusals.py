@@ -1,4 +1,4 @@
-"""One way to say which values of an argument are refused."""
+"""Ways to say what is refused: values of an argument by its name, a call in words."""
 
 import re
 
@@ -21,3 +21,9 @@ def refuses(call, good, **bad):
                 assert re.search(rf"\b{name}\b", str(error)), f"{name}={value!r} is refused by: {error}"
             else:
                 pytest.fail(f"{name}={value!r} was accepted")
+
+
+def refused(words, call, /, *given, **options):
+    """Check that a call is refused by a ValueError in these words, a regular expression."""
+    with pytest.raises(ValueError, match=words):
+        call(*given, **options)

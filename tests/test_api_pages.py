@@ -76,6 +76,17 @@ def test_public_names_are_documented_and_on_a_page_of_the_reference(module):
             assert identity(value) in found, f"{module}.{name} is on no page of book/api"
 
 
+@pytest.mark.parametrize(
+    "module", [module for module in LIBRARY if hasattr(importlib.import_module(module), "__all__")]
+)
+def test_what_a_package_offers_has_an_example(module):
+    for name, value in public(module).items():
+        methods = vars(value).values() if inspect.isclass(value) else ()
+        texts = [value.__doc__, *(one.__doc__ for one in methods if inspect.isfunction(one))]
+        around = importlib.import_module(value.__module__).__doc__
+        assert any(">>>" in (text or "") for text in texts) or (name in around and ">>>" in around), f"{module}.{name}"
+
+
 def test_every_module_of_the_papers_is_on_a_page_of_the_reference():
     papers = "dpcompanion.reproduction.papers."
     assert {module for module in MODULES if module.startswith(papers)} <= set(directives())

@@ -19,11 +19,10 @@ from dpcompanion.attacks import (
     mu_lower_bound,
     roc,
     shadow_masks,
-    shadow_scores,
     tpr_at_fpr,
 )
 
-from .refusals import refuses
+from .refusals import refused, refuses
 
 
 @pytest.mark.parametrize("successes,trials", [(0, 10), (3, 10), (10, 10), (1, 100000)])
@@ -83,11 +82,8 @@ def test_bad_arguments_are_refused_by_name():
     refuses(tpr_at_fpr, scores, members=[torch.tensor([]), torch.tensor([math.nan])], confidence=[[0.9, 0.95]])
     losses = dict(members=torch.ones(5), nonmembers=torch.ones(5), generator=generator(), confidence=0.9)
     refuses(loss_threshold_attack, losses, members=[torch.tensor([math.nan, 1.0]), torch.ones(2, 2)], confidence=[1])
-    with pytest.raises(ValueError, match="two losses"):
-        loss_threshold_attack(torch.ones(1), torch.ones(5), generator=generator())
+    refused("two losses", loss_threshold_attack, torch.ones(1), torch.ones(5), generator=generator())
     refuses(shadow_masks, dict(models=6, n=50, generator=generator()), models=[5], generator=[None])
-    masks = shadow_masks(2, 3, generator=generator())
-    refuses(shadow_scores, dict(fit=_number_and_mask, masks=masks), jobs=[0])
 
 
 def generator(seed=0):
@@ -139,18 +135,6 @@ def test_lira_finds_the_members_of_gaussian_scores_as_well_as_theory_allows():
     assert found.low < best < found.high and found.high - found.low < 0.05
     assert auc(target[members], target[~members]).high < found.low  # without shadow models difficulty drowns it
     assert lira(target, shadows, masks).isfinite().all()
-
-
-@pytest.mark.slow
-def test_shadow_sets_are_the_same_one_by_one_side_by_side_and_in_parallel():
-    masks = shadow_masks(6, 9, generator=generator())
-    one = shadow_scores(_number_and_mask, masks)
-    assert torch.equal(one, shadow_scores(_number_and_mask, masks, size=4))
-    assert torch.equal(one, shadow_scores(_number_and_mask, masks, size=2, jobs=2))
-
-
-def _number_and_mask(numbers, masks):
-    return masks.double() + 10 * numbers[:, None]
 
 
 def test_the_area_is_that_of_the_curve_and_of_scikit_learn():
@@ -248,8 +232,7 @@ def test_what_is_not_scores_and_booleans_is_refused(attack):
     refuses(attack, good, masks=[masks.to(torch.uint8), masks.long(), masks.numpy(), torch.ones_like(masks), always_in])
     refuses(attack, good, targets=[torch.tensor([math.nan, 0.0, 0.0]), torch.tensor([math.inf, 0.0, 0.0])])
     refuses(attack, good, shadows=[shadows.long(), shadows.masked_fill(~masks, -math.inf)])
-    with pytest.raises(ValueError, match="shape"):
-        attack(torch.zeros(4), shadows, masks)
+    refused("shape", attack, torch.zeros(4), shadows, masks)
 
 
 @pytest.mark.parametrize("variance", ["each", "pooled"])

@@ -57,6 +57,10 @@ def test_runs_and_ledgers_in_files_are_composed(capsys, tmp_path):
     accounting.Ledger([accounting.Gaussian(10.0)]).to_json(releases)
     more = said(capsys, "ledger", run, other, releases, "--delta", "1e-6")
     assert "1e-06" in more and "500 steps" in more and "Gaussian" in more
+    assert both["neighbouring_relation"] == "add or remove one example"
+    laplace = accounting.LedgerEntry(accounting.Laplace(10.0), relation="zero-out")
+    accounting.Ledger([laplace]).to_json(releases)
+    assert "leave out" in json.loads(said(capsys, "ledger", run, releases, "--json"))["neighbouring_relation"]
     replaced = said(capsys, "ledger", run, other, "--relation", "replace")
     assert "replaces" in replaced and float(re.findall(r"epsilon (\d\.\d+)", replaced)[0]) > 2.4
     with open(run, "w") as file:

@@ -63,6 +63,7 @@ def test_persons_are_the_unit_and_copies_of_their_rows_cost_nothing():
     copied = clone(regression).fit(x[rows], y[rows], people=people[rows], at_most=3)
     assert copied.ledger_.epsilon(1e-4) == once.epsilon(1e-4) <= 1
     assert copied.scaler_.n == copied.history_.plan.n == 50 and "patient" in copied.history_.statement()
+    assert "of 50 patients" in copied.scaler_.statement() and once.units == ("patient",)
 
 
 def test_the_scaler_of_persons_sees_one_row_each_within_the_bounds():

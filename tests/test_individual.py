@@ -18,7 +18,7 @@ from dpcompanion.individual.divergences import Divergences
 from dpcompanion.individual.levels import finest_levels
 from dpcompanion.training import DPSGDPlan
 
-from .refusals import refuses
+from .refusals import refused, refuses
 
 RUN = dict(sample_rate=0.02, noise_multiplier=1.5, max_grad_norm=0.7)
 MODES = [
@@ -266,8 +266,7 @@ def test_noise_whose_square_is_no_float_costs_almost_nothing():
 
 def test_a_delta_that_is_no_normal_float_is_refused_and_the_least_one_is_a_bound():
     counts, run = [[50, 7], [20, 0]], dict(sample_rate=0.1, noise_multipliers=[1.5, 2.0])
-    with pytest.raises(ValueError, match="delta"):
-        epsilon_of_histories(counts, **run, delta=5e-324)
+    refused("delta", epsilon_of_histories, counts, **run, delta=5e-324)
     found = epsilon_of_histories(counts, **run, delta=1e-300)
     exact = compute_epsilon(sample_rate=0.1, noise_multiplier=1.5, steps=20, delta=1e-300)
     assert exact * (1 - 1e-4) <= float(found[1]) <= exact * 1.01
@@ -455,8 +454,7 @@ def test_a_log_of_sampled_examples_is_refused_as_an_account_and_estimates_what_a
     for drawn, update in zip(draws, norms):
         whole.record(update)
         log.record(update[drawn], examples=drawn.nonzero()[:, 0])
-    with pytest.raises(ValueError, match="steps"):
-        log.epsilon(1e-5)
+    refused("steps", log.epsilon, 1e-5)
     true, estimate = whole.epsilon(1e-5), log.estimate_from_sampled(1e-5, steps=steps)
     constant = torch.cat((torch.arange(20), torch.arange(40, 60)))
     torch.testing.assert_close(estimate[constant], true[constant], rtol=2e-3, atol=0)
@@ -472,8 +470,7 @@ def test_an_example_that_was_never_sampled_is_estimated_at_the_clip_norm(mode):
     estimate = log.estimate_from_sampled(1e-5, steps=100)
     most = compute_epsilon(sample_rate=0.1, noise_multiplier=1.0, steps=100, delta=1e-5, accountant=log.accountant)
     assert float(estimate[0]) == 0 and float(estimate[1]) == pytest.approx(most, rel=2e-3)
-    with pytest.raises(ValueError, match="steps"):
-        log.estimate_from_sampled(1e-5, steps=6)
+    refused("steps", log.estimate_from_sampled, 1e-5, steps=6)
 
 
 def test_an_empty_batch_charges_no_example():
@@ -493,15 +490,12 @@ def test_more_steps_than_a_count_can_hold_are_refused():
     one, other = IndividualAccountant(1, **RUN), IndividualAccountant(1, **RUN)
     one.record([0.1], steps=2**31 - 10)
     other.record([0.1], steps=10)
-    with pytest.raises(ValueError, match="steps"):
-        one.record([0.1], steps=10)
-    with pytest.raises(ValueError, match="other.steps"):
-        one.merge(other)
+    refused("steps", one.record, [0.1], steps=10)
+    refused("other.steps", one.merge, other)
     assert one.steps == 2**31 - 10
     some = IndividualAccountant(2, **RUN)
     some.record([0.1], steps=2**31 - 10, examples=[1])
-    with pytest.raises(ValueError, match="steps"):
-        some.record([0.1, 0.1], steps=5, examples=[1, 1])
+    refused("steps", some.record, [0.1, 0.1], steps=5, examples=[1, 1])
     some.record([0.1, 0.1, 0.1], steps=torch.tensor([9, 100, 3]), examples=[1, 0, 0])
     state = some.state_dict()
     assert state["steps"].tolist() == [103, 2**31 - 1] == state["accounts"].sum(dim=1).tolist()
@@ -513,8 +507,7 @@ def test_a_state_that_cannot_be_an_account_is_refused_and_changes_nothing(mode):
     good, before = whole.state_dict(), whole.epsilon(1e-5)
     for name in good:
         for state in ({**good, name: None}, {key: value for key, value in good.items() if key != name}):
-            with pytest.raises(ValueError, match=f"state.*{name}"):
-                whole.load_state_dict(state)
+            refused(f"state.*{name}", whole.load_state_dict, state)
     steps, accounts = good["steps"], good["accounts"]
     bad = dict(steps=[-1, 2.5, steps[:2], steps - 10, steps.double()])
     bad["accounts"] = [accounts - 100, accounts.float(), accounts[:2]]
@@ -629,8 +622,7 @@ def test_an_account_of_a_plan_whose_floats_count_is_refused():
         arithmetic="float",
         parameters=10**6,
     )
-    with pytest.raises(ValueError, match="arithmetic"):
-        IndividualAccountant.for_plan(plan)
+    refused("arithmetic", IndividualAccountant.for_plan, plan)
     assert IndividualAccountant.for_plan(dataclasses.replace(plan, arithmetic="real", parameters=None)).n == 100
 
 

@@ -119,6 +119,13 @@ def test_visible_code_fits_the_page(name):
     assert not too_wide(jupytext.read(BOOK / f"{name}.md", fmt="md:myst").cells)
 
 
+def test_programs_that_pages_include_fit_them_too():
+    texts = [path.read_text(encoding="utf-8") for path in BOOK.rglob("*.md")]
+    programs = {name for text in texts for name in re.findall(r"(?m)^```\{literalinclude\} \.\./(examples/\S+)$", text)}
+    wide = [line for name in programs for line in (BOOK.parent / name).read_text().splitlines() if len(line) > COLUMNS]
+    assert len(programs) >= 3 and not wide
+
+
 def test_code_that_is_too_wide_is_found():
     def cell(source, *tags):
         return {"cell_type": "code", "source": source, "metadata": {"tags": tags}}

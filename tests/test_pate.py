@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -6,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpcompanion import pate
-from dpcompanion.accounting import DEFAULT_ORDERS, compute_epsilon
+from dpcompanion.accounting import compute_epsilon
 
 from .refusals import refuses
 
@@ -31,17 +32,6 @@ def test_queries_cost_what_as_many_gaussian_mechanisms_cost():
         ) == pytest.approx(budget, rel=1e-6)
 
 
-@settings(max_examples=8, deadline=None)
-@given(st.lists(st.floats(0.2, 10), min_size=1, max_size=4), st.integers(1, 20))
-def test_copies_are_whole_exceed_no_budget_and_with_many_of_them_spend_nearly_all(budgets, copies):
-    found = pate.upsampled_parameters(budgets, target_delta=1e-5, queries=100, copies=copies)
-    spent = found.epsilons(1e-5, queries=100)
-    assert torch.equal(found.weights, found.weights.round()) and found.weights.min() == copies
-    assert bool((spent <= torch.tensor(budgets, dtype=torch.float64)).all())
-    fine = pate.upsampled_parameters(budgets, target_delta=1e-5, queries=100, copies=2000)
-    assert fine.epsilons(1e-5, queries=100).tolist() == pytest.approx(budgets, rel=3e-3)
-
-
 def log_chances(histogram, noise_std):
     """Logarithms of the exact distribution of the label; the trapezoidal rule is exact for such integrands."""
     votes = torch.tensor(histogram, dtype=torch.float64) / noise_std
@@ -52,39 +42,21 @@ def log_chances(histogram, noise_std):
     return torch.logsumexp(log_density + log_below.sum(dim=1, keepdim=True) - log_below, dim=0) + math.log(spacing)
 
 
-def divergence(log_p, log_q, order):
-    return float(torch.logsumexp(order * log_p + (1 - order) * log_q, dim=0)) / (order - 1)
-
-
 @pytest.mark.parametrize("votes", [[30.0, 12.0, 8.0], [24.0, 20.0, 6.0], [50.0, 0.0, 0.0], [17.0, 17.0, 16.0]])
 @pytest.mark.parametrize("noise_std", [2.5, 5.0])
 def test_moving_a_groups_vote_changes_the_label_by_no_more_than_is_said(votes, noise_std):
-    orders = [1.5, 2.0, 4.0, 8.0]
     parameters = pate.PateParameters(noise_std, torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64))
-    said = pate.rdp_of_votes([votes], parameters, orders=orders)[0]
-    assert said.shape == (3, 4)
-    here = log_chances(votes, noise_std)
-    assert float(here.exp().sum()) == pytest.approx(1, abs=1e-12)
-    for group, weight in enumerate(parameters.weights.tolist()):
-        for source in range(3):
-            for target in range(3):
-                if source != target and votes[source] >= weight:
+    here = log_chances(votes, noise_std).exp()
+    assert float(here.sum()) == pytest.approx(1, abs=1e-12)
+    for delta in (1e-6, 0.05):
+        for weight, epsilon in zip(parameters.weights.tolist(), parameters.epsilons(delta, queries=1).tolist()):
+            for source, target in itertools.permutations(range(3), 2):
+                if votes[source] >= weight:
                     moved = list(votes)
                     moved[source], moved[target] = moved[source] - weight, moved[target] + weight
-                    there = log_chances(moved, noise_std)
-                    for order, bound in zip(orders, said[group].tolist()):
-                        assert divergence(here, there, order) <= bound * (1 + 1e-9) + 1e-13
-
-
-def test_votes_that_agree_cost_much_less_and_votes_that_do_not_cost_the_worst_case():
-    found = pate.weighted_parameters([1.0, 3.0], [1, 1], target_delta=1e-5, queries=100)
-    agreed, split = torch.tensor([[250.0, 0, 0]]).repeat(100, 1), torch.tensor([[84.0, 83, 83]]).repeat(100, 1)
-    worst = found.epsilons(1e-5, queries=100)
-    assert bool((pate.epsilons_of_votes(agreed, found, 1e-5) < 0.8 * worst).all())
-    by_rdp = pate.epsilons_of_votes(split, found, 1e-5)
-    assert bool((by_rdp >= worst).all()) and bool((by_rdp < 1.15 * worst).all())
-    plain = torch.tensor(DEFAULT_ORDERS, dtype=torch.float64) * (found.weights[:, None] / found.noise_std) ** 2
-    assert torch.allclose(pate.rdp_of_votes(split, found)[0], plain, rtol=1e-12)
+                    there = log_chances(moved, noise_std).exp()
+                    for one, other in ((here, there), (there, here)):
+                        assert float((one - math.exp(epsilon) * other).clamp(min=0).sum()) <= delta
 
 
 def test_weights_count_and_noise_decides_close_calls():
@@ -102,7 +74,6 @@ def test_bad_arguments_are_refused_by_name():
     weighted = dict(target_epsilons=[1.0], counts=[1], target_delta=1e-5, queries=1)
     refuses(pate.weighted_parameters, weighted, target_epsilons=[[0.0]], counts=[[1, 2]], target_delta=[0], queries=[0])
     refuses(pate.weighted_parameters, dict(weighted, counts=[]), target_epsilons=[[]])
-    refuses(pate.upsampled_parameters, dict(target_epsilons=[1.0], target_delta=1e-5, queries=1), copies=[0])
     refuses(pate.histograms, dict(votes=[[0]], weights=[1.0], classes=3), votes=[[[3]]], weights=[[-1.0]])
     refuses(pate.histograms, dict(weights=[1.0, 1.0], classes=3), votes=[[[0]]])
     good = dict(histogram=torch.ones(1, 2), noise_std=1.0, generator=torch.Generator())

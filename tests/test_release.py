@@ -14,6 +14,7 @@ from dpcompanion.release import (
     _convolved,
     _noisy_prefixes,
     _square_root,
+    ledger_item,
     noise_ratio,
     private_mean,
     private_quantiles,
@@ -216,7 +217,7 @@ def test_bad_arguments_are_refused_by_name():
     refuses(private_quantiles, dict(good, method="andrew2021"), steps=[0], learning_rate=[0], start=[3.0])
     scaler = dict(x=torch.zeros(4, 2), lower=0.0, upper=1.0, generator=None, **BUDGET)
     refuses(private_scaler, scaler, lower=[1.0, math.nan], upper=[[1.0, 2.0, 3.0], math.inf], generator=[3])
-    refuses(private_scaler, scaler, epsilon=[0.0], delta=[1.0], relation=["swap"])
+    refuses(private_scaler, scaler, epsilon=[0.0], delta=[1.0], relation=["swap"], unit=["", None])
     refuses(private_scaler, scaler, x=[torch.zeros(4), torch.zeros(0, 2), [["a", "b"]]])
     refuses(private_scaler(**scaler).transform, {}, x=[torch.zeros(4, 3)])
 
@@ -343,6 +344,17 @@ def test_a_scaler_is_an_item_of_a_ledger_beside_the_training():
     both = Ledger().add(private_scaler(x, **options)).add(plan)
     assert max(plan.epsilon(), 0.5) < both.epsilon(1e-5) < plan.epsilon() + 0.5
     assert Ledger.from_json(both.to_json()) == both
+
+
+@pytest.mark.parametrize("relation, words", [("add-remove", "by one patient"), ("replace", "in one patient that is")])
+def test_a_scaler_says_what_a_row_is_in_its_statement_and_on_a_ledger(relation, words):
+    options = dict(lower=0, upper=1, epsilon=0.5, delta=1e-6, generator=None, relation=relation)
+    scaler = private_scaler(torch.rand(100, 2), unit="patient", **options)
+    assert "of 100 patients" in scaler.statement() and words in scaler.statement() and "row" not in scaler.statement()
+    # The number of rows is public, and so adding or removing one is zero-out.
+    assert Ledger([scaler]).neighbours == "zero-out" and "one patient" in Ledger([scaler]).statement()
+    assert "100 rows" in private_scaler(torch.rand(100, 2), **options).statement()
+    assert Ledger([ledger_item(0.5, 1e-6, unit="patient")]).units == ("patient",)
 
 
 def test_a_scaler_of_constants_and_of_few_rows_is_finite():

@@ -18,38 +18,22 @@ under-states.  Neighbours differ by adding or removing one example; batches are 
 
 from dpcompanion.accounting import pld
 from dpcompanion.accounting.calibration import find_noise_multiplier, find_sample_rate, find_steps
-from dpcompanion.accounting.conversions import DeltaAt, EpsilonAt, rdp_to_delta, rdp_to_epsilon
+from dpcompanion.accounting.conversions import rdp_to_delta, rdp_to_epsilon
 from dpcompanion.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
-from dpcompanion.accounting.items import (
-    Gaussian,
-    Guarantee,
-    HasLedgerEntry,
-    Laplace,
-    LedgerEntry,
-    PersonalCosts,
-    SampledGaussian,
-)
-from dpcompanion.accounting.ledger import GaussianMu, Ledger
+from dpcompanion.accounting.items import Gaussian, Guarantee, Laplace, LedgerEntry, PersonalCosts, SampledGaussian
+from dpcompanion.accounting.ledger import Ledger
 from dpcompanion.accounting.rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
 from dpcompanion.accounting.runs import ACCOUNTANTS, compute_delta, compute_epsilon
-from dpcompanion.accounting.selection import Selection, select_best
+from dpcompanion.accounting.selection import select_best
 from dpcompanion.accounting.tradeoff import best_true_positive_rate, trade_off
 
 __all__ = [
-    "ACCOUNTANTS",
     "DEFAULT_ORDERS",
-    "DeltaAt",
-    "EpsilonAt",
     "Gaussian",
-    "GaussianMu",
     "Guarantee",
-    "HasLedgerEntry",
     "Laplace",
     "Ledger",
-    "LedgerEntry",
-    "PersonalCosts",
     "SampledGaussian",
-    "Selection",
     "best_true_positive_rate",
     "compute_delta",
     "compute_epsilon",
@@ -58,10 +42,8 @@ __all__ = [
     "find_steps",
     "gaussian_delta",
     "gaussian_epsilon",
-    "gaussian_mu",
     "pld",
     "rdp_sampled_gaussian",
-    "rdp_to_delta",
     "rdp_to_epsilon",
     "select_best",
     "trade_off",

@@ -1,7 +1,14 @@
 r"""What a ledger holds: mechanisms that were run on people's data, and what each person's part of them costs.
 
 Four kinds of items describe one mechanism for all: `SampledGaussian`, `Gaussian`, `Laplace`, `Guarantee`.  All are
-meant for adding or removing one example.  Where people differ, `PersonalCosts` counts for each of them how many steps
+meant for one example that takes part or not, and a `LedgerEntry` says what that means and what an example is:
+
+* ``relation="add-remove"``, that of an item on its own: one example is added or removed; their number is not public;
+* ``relation="zero-out"``: the data of one example are left out, and the number of examples is public.  What holds for
+  "add-remove" holds for this, too, but not the other way round;
+* `unit`: "example", or whose data they are, such as "patient".
+
+Where people differ, `PersonalCosts` counts for each of them how many steps
 of which kinds were theirs, and a `LedgerEntry` keeps two such counts apart:
 
 * `promised`: what was fixed beforehand, such as a rate, a clip norm or a filter's budget of one's own.  It holds for
@@ -29,6 +36,7 @@ from dpcompanion import _checks
 from dpcompanion.accounting.loss import LARGEST_NOISE
 
 _MOST = 10**12  # steps of an item
+RELATIONS = ("add-remove", "zero-out")
 
 
 def _fix(item, name, value):
@@ -42,7 +50,11 @@ def _noise(name, value):
 @dataclasses.dataclass(frozen=True)
 class SampledGaussian:
     """`steps` steps of the sampled Gaussian mechanism: Poisson sampling at `sample_rate` in (0, 1], then noise of
-    `noise_multiplier`, above 0, times the clip norm."""
+    `noise_multiplier`, above 0, times the clip norm.
+
+    >>> SampledGaussian(0.01, 1, 500)
+    SampledGaussian(sample_rate=0.01, noise_multiplier=1.0, steps=500)
+    """
 
     sample_rate: float
     noise_multiplier: float
@@ -61,6 +73,9 @@ class Gaussian:
 
     One example that replaces another moves the output by at most `replaced` times as much, in [1, 2]: 2 always holds,
     and 1 does for a mean of values between 0 and a public bound.
+
+    >>> Gaussian(noise_multiplier=4, replaced=1)
+    Gaussian(noise_multiplier=4.0, count=1, replaced=1.0)
     """
 
     noise_multiplier: float
@@ -76,7 +91,11 @@ class Gaussian:
 @dataclasses.dataclass(frozen=True)
 class Laplace:
     """`count` releases with Laplace noise of scale `scale` times the sensitivity to one example that is added or
-    removed: each is 1 / scale-DP. `replaced` is as in `Gaussian`."""
+    removed: each is 1 / scale-DP. `replaced` is as in `Gaussian`.
+
+    >>> Laplace(scale=2)
+    Laplace(scale=2.0, count=1, replaced=2.0)
+    """
 
     scale: float
     count: int = 1
@@ -91,7 +110,11 @@ class Laplace:
 @dataclasses.dataclass(frozen=True)
 class Guarantee:
     """A mechanism of which nothing is known but that it is (epsilon, delta)-DP, with delta in [0, 1), for one example
-    that is added or removed."""
+    that is added or removed.
+
+    >>> Guarantee(epsilon=1, delta=0)
+    Guarantee(epsilon=1.0, delta=0.0)
+    """
 
     epsilon: float
     delta: float
@@ -227,9 +250,12 @@ class LedgerEntry:
         account: what each person's part cost along the run; None where there is no account.
         people: indices of the ledger's people whose data it was, in the order of `promised` and `account`; None for all
             of them. Others pay nothing.
+        relation: "add-remove" or "zero-out", what it means that an example takes part or not.
+        unit: what one example is, in the singular.
 
     Raises:
-        ValueError: numbers of people that differ, or people that come twice.
+        ValueError: numbers of people that differ, people that come twice, or another relation: what is known of one
+            example that replaces another alone does not compose with the rest.
 
     >>> LedgerEntry(SampledGaussian(0.01, 1.0, 500), people=[0, 2]).size
     2
@@ -240,10 +266,14 @@ class LedgerEntry:
     promised: PersonalCosts | None = None
     account: PersonalCosts | None = None
     people: tuple[int, ...] | None = None
+    relation: str = "add-remove"
+    unit: str = "example"
 
     def __post_init__(self):
         if not isinstance(self.item, Item):
             raise ValueError(f"item must be one of {', '.join(ITEMS)}, got {self.item!r:.80}")
+        _checks.one_of("relation", self.relation, RELATIONS)
+        _checks.unit("unit", self.unit)
         if self.label is not None and not isinstance(self.label, str):
             raise ValueError(f"label must be a text, got {self.label!r}")
         if self.people is not None:
@@ -290,9 +320,10 @@ class LedgerEntry:
     def to_json(self) -> dict[str, Any]:
         """As JSON values, from which `from_json` gives an equal one back."""
         found = to_dict(self.item)
-        for name in ("label", "people"):
-            if getattr(self, name) is not None:
-                found[name] = getattr(self, name)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("label", "people", "relation", "unit") and value != field.default:
+                found[field.name] = value
         for name in ("promised", "account"):
             costs = getattr(self, name)
             if costs is not None:
@@ -305,13 +336,13 @@ class LedgerEntry:
         if not isinstance(held, dict):
             raise ValueError(f"source must hold a list of items, got {held!r:.80}")
         held = dict(held)
-        label, people = held.pop("label", None), held.pop("people", None)
+        own = {name: held.pop(name) for name in ("label", "people", "relation", "unit") if name in held}
         promised, account = (
             None if costs is None else PersonalCosts.from_json(costs)
             for costs in (held.pop("promised", None), held.pop("account", None))
         )
         item = from_dict(held, strict="kind" in held)
-        return cls(item, label=label, promised=promised, account=account, people=people)
+        return cls(item, promised=promised, account=account, **own)
 
 
 @runtime_checkable
@@ -346,8 +377,8 @@ def check_no_delta(delta: float | None) -> None:
         raise ValueError(f"delta goes with what is promised at one delta only, such as a filter, got {delta!r}")
 
 
-def said(entry: LedgerEntry) -> str:
-    """An entry in words."""
+def said(entry: LedgerEntry, *about: str) -> str:
+    """An entry in words, with what else there is to say about it."""
     item, people = entry.item, entry.size
     if isinstance(item, SampledGaussian):
         words = f"{item.steps} steps at rate {item.sample_rate:g} with noise multiplier {item.noise_multiplier:g}"
@@ -358,4 +389,5 @@ def said(entry: LedgerEntry) -> str:
         words = f"{'' if item.count == 1 else f'{item.count} times '}{type(item).__name__} noise of scale {noise:g}"
     if people is not None:
         words += f" on the data of {people} people" + (", at most, to each their own" if entry.promised else "")
-    return words + (f" ({entry.label})" if entry.label else "")
+    about = ((entry.label,) if entry.label else ()) + about
+    return words + (f" ({', '.join(about)})" if about else "")

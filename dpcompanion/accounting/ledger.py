@@ -31,10 +31,15 @@ in a training spends nothing on it, provided that this did not depend on their o
 >>> [round(value, 2) for value in ledger.epsilons(1e-5).tolist()]
 [2.35, 2.02, 0.07]
 
+**For which neighbours.**  Each item says whether it holds for adding or removing an example, or for leaving one's data
+out of a public number of examples ("zero-out", as a plan may).  The first implies the second, so all items together
+hold for "zero-out" where one of them does (`Ledger.neighbours`), and `statement` says so.  Items may name what an
+example is (`unit`); where they name different things the statement lists them.
+
 **Where one example replaces another.**  ``Ledger(..., relation="replace")`` has the same items, which are meant for
-adding or removing an example, and composes what each costs if one example becomes another: the exact pair of a sampled
-Gaussian (`mixed.ReplacementLoss`), releases with `replaced` times their sensitivity, and of an (epsilon, delta)
-guarantee :math:`(2 \varepsilon, (1 + e^\varepsilon) \delta)`.
+one example that takes part or not, and composes what each costs if one example becomes another: the exact pair of a
+sampled Gaussian (`mixed.ReplacementLoss`), releases with `replaced` times their sensitivity, and of an
+(epsilon, delta) guarantee :math:`(2 \varepsilon, (1 + e^\varepsilon) \delta)`.
 
 >>> f"{Ledger([SampledGaussian(0.01, 1.1, 500)], relation='replace').epsilon(1e-5):.3f}"
 '1.6...'
@@ -74,9 +79,12 @@ from dpcompanion.accounting.tradeoff import GaussianTradeOff, TradeOffCurve, log
 _DELTAS = (1e-2, 1e-5, 1e-8, 1e-11, 1e-14)  # where the losses behind a curve are accurate
 _NODES = 1 << 12  # epsilons of a curve, in even steps and as many in even ratios
 _MU_NODES = 2000  # epsilons at which mu is looked at
-RELATIONS = {
-    "add-remove": "Neighbours differ by adding or removing one example",
-    "replace": "Neighbours differ by one example that replaces another",
+RELATIONS = ("add-remove", "replace")
+_WHOM = {
+    "add-remove": "Neighbours differ by adding or removing one {unit}",
+    "zero-out": "Neighbours differ in one {unit}, whose data are left out of one of them (zero-out; the number of "
+    "{unit}s is public)",
+    "replace": "Neighbours differ by one {unit} that replaces another",
 }
 
 
@@ -95,7 +103,7 @@ class Ledger:
     Args:
         items: what `add` takes.
         relation: "add-remove", or "replace", where neighbours differ by one example that replaces another; see the
-            module's text. All items are meant for "add-remove" in both.
+            module's text. Items are the same in both.
 
     Raises:
         ValueError: something else.
@@ -133,12 +141,31 @@ class Ledger:
         some = [1 + max(entry.people) for entry in self._entries if entry.people]
         return whole[0] if whole else max(some, default=None)
 
+    @property
+    def neighbours(self) -> str:
+        """For which relation all items hold: "replace" where that is asked for, "zero-out" where one of them holds for
+        it only, else "add-remove".
+
+        >>> run = SampledGaussian(0.01, 1.0, 500)
+        >>> Ledger([run]).neighbours, Ledger([run, LedgerEntry(run, relation="zero-out")]).neighbours
+        ('add-remove', 'zero-out')
+        """
+        if self.relation == "replace":
+            return self.relation
+        return "zero-out" if any(entry.relation == "zero-out" for entry in self._entries) else "add-remove"
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """What the items call one example, each word once, in their order; "example" where there is no item."""
+        return tuple(dict.fromkeys(entry.unit for entry in self._entries)) or ("example",)
+
     def add(self, item: Any, *, label: str | None = None, delta: float | None = None, people: Any = None) -> "Ledger":
         """This ledger and one thing more.
 
         Args:
-            item: one of the four kinds (`SampledGaussian`, `Gaussian`, `Laplace`, `Guarantee`); another ledger, whose
-                items keep their labels; or what has a `ledger_entry`: a plan, a history, a tracker, an individual
+            item: one of the four kinds (`SampledGaussian`, `Gaussian`, `Laplace`, `Guarantee`), which counts as one for
+                adding or removing an example; a `LedgerEntry` of one with another relation or unit; another ledger,
+                whose items keep their labels; or what has a `ledger_entry`: a plan, a history, a tracker, an individual
                 account, a filter. A history counts as all of its plan's steps, which holds whatever ended the run, and
                 as its account. A tracker or an account counts as a run at the clip norm, and as what was recorded.
             label: a name of one's own.
@@ -549,6 +576,7 @@ class Ledger:
 
     def statement(self, delta: float = 1e-5) -> str:
         """What all of it costs together, in words: relation, sampler, accountant, items, epsilon, what the grid adds.
+        Items with different relations or units are each named with their own.
 
         >>> print(Ledger([SampledGaussian(0.01, 1.0, 500)]).add(Laplace(10.0), label="count").statement())
         ... # doctest: +NORMALIZE_WHITESPACE
@@ -557,10 +585,19 @@ class Ledger:
         of which the grid adds at most 7.9e-06.
         """
         epsilon, error = self.epsilon(delta), self.error(delta)
+        units, relations = self.units, {entry.relation for entry in self._entries}
+        whom = _WHOM[self.neighbours].format(unit=units[0] if len(units) == 1 else "unit")
+        if len(units) > 1:
+            whom += f", where a unit is {' or '.join(f'one {unit}' for unit in units)}, as each item says"
+
+        def about(entry):
+            named = [f"one {entry.unit}"] if len(units) > 1 else []
+            return named + [entry.relation] if self.relation != "replace" and len(relations) > 1 else named
+
+        items = "; ".join(said(entry, *about(entry)) for entry in self._entries)
         text = (
-            f"{RELATIONS[self.relation]}; Poisson sampling; accountant pld. "
-            f"Composed: {'; '.join(map(said, self._entries)) or 'nothing'}. Together epsilon {_up(epsilon)} at delta "
-            f"{delta:g}"
+            f"{whom}; Poisson sampling; accountant pld. Composed: {items or 'nothing'}. Together epsilon "
+            f"{_up(epsilon)} at delta {delta:g}"
         )
         if error == math.inf:
             text += ", which adds up the items' epsilons: no grid resolves so little noise."

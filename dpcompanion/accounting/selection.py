@@ -45,10 +45,13 @@ _ORDERS = tuple(1 + np.geomspace(1e-3, 0.09, 20)) + DEFAULT_ORDERS
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Selection:
-    """What the best of randomly many runs costs: Rényi divergences `rdp` at `orders`, upper bounds."""
+    """What the best of randomly many runs costs: Rényi divergences `rdp` at `orders`, upper bounds, for the `relation`
+    and `unit` of one run."""
 
     orders: torch.Tensor
     rdp: torch.Tensor
+    relation: str = "add-remove"
+    unit: str = "example"
 
     def epsilon(self, delta: float) -> float:
         """Epsilon at `delta`, an upper bound."""
@@ -62,7 +65,7 @@ class Selection:
         """The selection as (epsilon, delta) guarantee at `delta`, for `Ledger.add`; ValueError without one."""
         if delta is None:
             raise ValueError("delta must be given, at which the selection's guarantee is taken, got None")
-        return LedgerEntry(Guarantee(self.epsilon(delta), delta))
+        return LedgerEntry(Guarantee(self.epsilon(delta), delta), relation=self.relation, unit=self.unit)
 
 
 def select_best(item: Any, *, mean: float, distribution: str = "poisson") -> Selection:
@@ -87,16 +90,17 @@ def select_best(item: Any, *, mean: float, distribution: str = "poisson") -> Sel
     one = item if isinstance(item, Ledger) else Ledger([item])
     if one.relation != "add-remove":
         raise ValueError(f"item must be a ledger with relation='add-remove', got {one.relation!r}")
+    unit = " or ".join(one.units)
     # Where all losses are bounded, so are the divergences, and large orders say the most.
     beyond = tuple(2.0**power for power in range(11, 31)) if one._largest() < math.inf else ()
     orders = torch.tensor(_ORDERS + beyond, dtype=torch.float64)
     rdp = rdp_of(one, orders)
     if geometric:
         beside = ((1 - 1 / orders) * 2 * rdp + 2 * math.log(mean) / orders).min()
-        return Selection(orders, rdp + beside + math.log(mean) / (orders - 1))
+        return Selection(orders, rdp + beside + math.log(mean) / (orders - 1), one.neighbours, unit)
     at = -torch.log1p(-1 / orders)  # ln(lambda / (lambda - 1))
     deltas = one.delta_at(at)
-    return Selection(orders, rdp + mean * deltas + max(math.log(mean), 0.0) / (orders - 1))
+    return Selection(orders, rdp + mean * deltas + max(math.log(mean), 0.0) / (orders - 1), one.neighbours, unit)
 
 
 def rdp_of(ledger: Ledger, orders: torch.Tensor) -> torch.Tensor:

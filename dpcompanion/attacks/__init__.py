@@ -14,36 +14,26 @@ such a bound is refuted; a bound below a claim proves nothing.
 
 The guess, its threshold included, must be fixed before the trials that are counted.
 
->>> epsilon_lower_bound(true_positives=900, positives=1000, false_positives=10, negatives=1000, delta=1e-5)
-3.8719...
->>> mu_lower_bound(true_positives=900, positives=1000, false_positives=10, negatives=1000)
-3.2634...
-
 **LiRA** (Carlini et al. 2022) asks of one example whether a model was trained on it.  Shadow models are trained on
 random halves of the data; what an example scores under those that saw it, and under those that did not,
 is taken as two Gaussians, and the target's score is weighed between them::
 
     masks = shadow_masks(64, n, generator=generator)     # who is in which shadow model's data
-    scores = shadow_scores(fit, masks, size=16, jobs=2)  # (64, n) log-odds of the true class
+    scores = torch.stack([log_odds(fit(x[mask], y[mask])(x), y) for mask in masks])  # (64, n)
     ratios = lira(target_scores, scores, masks)
     auc(ratios[members], ratios[~members])
 
 `lira_offline` needs models without the example only.
 """
 
-from dpcompanion.attacks.curves import Interval, Rates, auc, roc, tpr_at_fpr
-from dpcompanion.attacks.loss import LossThreshold, loss_threshold_attack
+from dpcompanion.attacks.curves import auc, roc, tpr_at_fpr
+from dpcompanion.attacks.loss import loss_threshold_attack
 from dpcompanion.attacks.low_bits import low_bits_tell
-from dpcompanion.attacks.rates import Bounds, clopper_pearson, epsilon_lower_bound, mu_lower_bound
-from dpcompanion.attacks.shadows import lira, lira_offline, log_odds, shadow_masks, shadow_scores
+from dpcompanion.attacks.rates import clopper_pearson, epsilon_lower_bound, mu_lower_bound
+from dpcompanion.attacks.shadows import lira, lira_offline, log_odds, shadow_masks
 
 __all__ = [
-    "Bounds",
-    "Interval",
-    "LossThreshold",
-    "Rates",
     "auc",
-    "clopper_pearson",
     "epsilon_lower_bound",
     "lira",
     "lira_offline",
@@ -53,6 +43,5 @@ __all__ = [
     "mu_lower_bound",
     "roc",
     "shadow_masks",
-    "shadow_scores",
     "tpr_at_fpr",
 ]

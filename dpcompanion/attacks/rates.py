@@ -96,6 +96,9 @@ def epsilon_lower_bound(
             rates enters, and they share it equally.
 
     Returns a float of numbers, else a float64 tensor.
+
+    >>> epsilon_lower_bound(true_positives=900, positives=1000, false_positives=10, negatives=1000, delta=1e-5)
+    3.8719...
     """
     delta = _checks.number("delta", delta, 0, 1, closed="left")
     given = true_positives, positives, false_positives, negatives
@@ -137,6 +140,9 @@ def mu_lower_bound(
             enters, and they share it equally.
 
     Returns a float of numbers, else a float64 tensor.
+
+    >>> mu_lower_bound(true_positives=900, positives=1000, false_positives=10, negatives=1000)
+    3.2634...
     """
     given = true_positives, positives, false_positives, negatives
     tpr, fpr = _rates(*given, confidence)

@@ -1,8 +1,7 @@
 """LiRA: what an example scores under models that have seen it, against those that have not (Carlini et al. 2022)."""
 
 import math
-from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -50,31 +49,6 @@ def shadow_masks(models: int, n: int, *, generator: torch.Generator) -> torch.Te
     return draws.argsort(0) < models // 2
 
 
-def shadow_scores(fit: Callable[..., Any], masks: torch.Tensor, *, size: int = 1, jobs: int = 1) -> torch.Tensor:
-    """The scores of all examples under every shadow model, (models, n).
-
-    Args:
-        fit: (numbers (k,), masks (k, n)) -> (k, n) scores of models trained on these masks, such as `log_odds`.
-        masks: (models, n) booleans.
-        size: how many models `fit` trains at a time.
-        jobs: how many such sets to train at once, by joblib; whatever back end is active there (processes, Dask, Ray)
-            carries them. `fit` must then be picklable. 1 runs them here.
-
-    >>> shadow_scores(lambda numbers, masks: masks.double() + numbers[:, None], torch.eye(2, dtype=torch.bool))
-    tensor([[1., 0.],
-            [1., 2.]], dtype=torch.float64)
-    """
-    if not _checks.whole_number("jobs", jobs, -1):
-        raise ValueError("jobs must be 1 or more, or -1 for all processors, got 0")
-    numbers = torch.arange(len(masks)).split(_checks.whole_number("size", size, 1))
-    if jobs == 1:
-        return torch.cat([fit(some, masks[some]) for some in numbers])
-    import joblib
-
-    found = joblib.Parallel(n_jobs=jobs)(joblib.delayed(fit)(some, masks[some]) for some in numbers)
-    return torch.cat(cast(list[torch.Tensor], found))
-
-
 def lira(targets: torch.Tensor, shadows: torch.Tensor, masks: torch.Tensor, *, variance: str = "each") -> torch.Tensor:
     """The log-likelihood ratio of LiRA: how much likelier a target's score is if the example was in its data.
 
@@ -87,6 +61,10 @@ def lira(targets: torch.Tensor, shadows: torch.Tensor, masks: torch.Tensor, *, v
 
     Returns (..., n). Raises ValueError for an example with fewer than two shadow models in or out, and for scores that
     are not finite: where a probability was rounded to 1, `log_odds` of the logits says how sure the model is.
+
+    >>> masks = torch.tensor([[True, False], [True, False], [False, True], [False, True]])
+    >>> lira(torch.tensor([3.0, 0.0]), torch.tensor([[3.0, 0.0], [4.0, 1.0], [0.0, 3.0], [1.0, 4.0]]), masks)
+    tensor([  6., -12.])
     """
     _check_scores(targets, shadows, masks, variance)
     ratio = 0

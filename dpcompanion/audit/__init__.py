@@ -48,17 +48,9 @@ low bits that floats give away         no: not looked at
 a seed that can be guessed             no: not looked at
 batch sizes or losses that are given   no: not looked at
 =====================================  ==================
-
->>> import torch
->>> included = random_inclusion(1000, torch.Generator().manual_seed(0))
->>> noise = torch.randn(1000, generator=torch.Generator().manual_seed(1))
->>> found = audit_scores(included + 0.5 * noise, included, delta=1e-5)["all"]     # a Gaussian with mu = 2
->>> found.guesses, found.correct, round(found.epsilon, 2), round(found.mu, 2)
-(200, 197, 3.08, 1.11)
 """
 
 from dpcompanion.audit.bounds import (
-    Finding,
     GaussianCurve,
     PlanCurve,
     audit,
@@ -68,19 +60,6 @@ from dpcompanion.audit.bounds import (
     random_inclusion,
     refutes,
 )
-from dpcompanion.audit.trained import Canaries, audit_training, make_canaries
+from dpcompanion.audit.trained import audit_training, make_canaries
 
-__all__ = [
-    "Canaries",
-    "Finding",
-    "GaussianCurve",
-    "PlanCurve",
-    "audit",
-    "audit_training",
-    "random_inclusion",
-    "make_canaries",
-    "audit_scores",
-    "one_run_epsilon",
-    "one_run_mu",
-    "refutes",
-]
+__all__ = ["PlanCurve", "audit", "audit_training", "random_inclusion", "make_canaries", "audit_scores"]

@@ -254,6 +254,12 @@ def audit_scores(
     Raises:
         ValueError: scores that are no numbers, coins that are no booleans, labels that are none, a claim of a label
             that there is not, or one that is no curve.
+
+    >>> included = random_inclusion(1000, torch.Generator().manual_seed(0))
+    >>> noise = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    >>> found = audit_scores(included + 0.5 * noise, included, delta=1e-5)["all"]     # a Gaussian with mu = 2
+    >>> found.guesses, found.correct, round(found.epsilon, 2), round(found.mu, 2)
+    (200, 197, 3.08, 1.11)
     """
     scores = torch.as_tensor(scores, dtype=torch.float64)
     included = torch.as_tensor(included)

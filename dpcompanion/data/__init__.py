@@ -29,35 +29,8 @@ Traceback (most recent call last):
 ValueError: name must be one of 'mnist-5k', 'digits', ..., got 'mnist-6k'
 """
 
-from dpcompanion.data.facts import (
-    ADULT_COLUMNS,
-    CIFAR10_CLASSES,
-    COVERTYPE_CLASSES,
-    COVERTYPE_COLUMNS,
-    DIGITS,
-    HOW_TO_GET,
-    LANGUAGES,
-    PUBLIC_MOMENTS,
-    UTKFACE_RACES,
-)
+from dpcompanion.data.facts import CIFAR10_CLASSES, HOW_TO_GET, UTKFACE_RACES
 from dpcompanion.data.files import import_torchvision
 from dpcompanion.data.loading import Dataset, byte_tokens, data_folder, load, names, word_tokens
 
-__all__ = [
-    "ADULT_COLUMNS",
-    "CIFAR10_CLASSES",
-    "COVERTYPE_CLASSES",
-    "COVERTYPE_COLUMNS",
-    "DIGITS",
-    "Dataset",
-    "HOW_TO_GET",
-    "LANGUAGES",
-    "PUBLIC_MOMENTS",
-    "UTKFACE_RACES",
-    "byte_tokens",
-    "data_folder",
-    "import_torchvision",
-    "load",
-    "names",
-    "word_tokens",
-]
+__all__ = ["Dataset", "load", "names"]

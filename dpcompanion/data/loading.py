@@ -118,6 +118,9 @@ def load(
 
     Raises ValueError for an unknown name, split or target and for a damaged or altered file (which it names), and
     FileNotFoundError, with one line on how to fill the folder, for a missing one.
+
+    >>> load("iris", split="test").features.shape
+    torch.Size([30, 4])
     """
     _checks.one_of("name", name, SETS)
     allowed = ("train", "test", "all", "validation") if name == "covertype" else ("train", "test", "all")

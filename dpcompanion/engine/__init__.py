@@ -66,13 +66,15 @@ losses are of rows, which is stricter than persons need.  ``batch_size`` counts 
 the number of rows would disclose it.  Ghost mode, which knows no norm of a sum over rows, refuses ``people=``.
 
 **Several processes.**  Under ``torchrun``, after ``torch.distributed.init_process_group()``, every rank gives the
-engine the same arguments, with the module itself and no ``DistributedDataParallel``, and runs the same loop.  All make
-the same Poisson draws, the loader hands out this rank's share, which may be empty, and ``optimizer.step()`` adds up the
-clipped sums of all ranks.  Rank 0 adds the noise, once, and all receive the same bits.  So the account is that of one
-process, and so is the result up to the order of sums (but for what models draw at random, and for the rows of a person
-that a filter measures).  Ranks that were given different things, or whose weights become different, are refused, and an
-error in a step ends it on all of them.  Sums travel without noise, and the key of the draws goes to all ranks:
-`dpcompanion.training.distributed` says what is trusted.  Every rank takes every step; epsilons may be asked for on one.
+engine the same arguments, with the module itself and no ``DistributedDataParallel`` or ``fully_shard``, and runs the
+same loop.  All make the same Poisson draws, the loader hands out this rank's share, which may be empty, and
+``optimizer.step()`` adds up the clipped sums of all ranks.  Rank 0 adds the noise, once, and all receive the same bits.
+So the account is that of one process, and so is the result up to the order of sums (but for what models draw at random,
+and for the rows of a person that a filter measures).  Ranks that were given different things, or whose weights become
+different, are refused, and an error in a step ends it on all of them.  Sums travel without noise, and the key of the
+draws goes to all ranks: `dpcompanion.training.distributed` says what is trusted.  Every rank takes every step; epsilons
+may be asked for on one.  An error of a rank's own loop, outside of a step, is not sent to the others, which notice it
+when its process is gone.
 
 What the engine cannot see, it takes on trust:
 
@@ -114,18 +116,8 @@ except ImportError as error:
     raise ImportError("the engine stands on Opacus: pip install 'dpcompanion[opacus]'") from error
 
 from dpcompanion.engine.attention import MultiheadAttention
-from dpcompanion.engine.private import CLIPPINGS, METHODS, MODES, IndividualizedPrivacyEngine
+from dpcompanion.engine.private import MODES, IndividualizedPrivacyEngine
 from dpcompanion.engine.recurrence import GRU, LSTM, RNN
 from dpcompanion.engine.replacements import replace_layers
 
-__all__ = [
-    "CLIPPINGS",
-    "GRU",
-    "LSTM",
-    "METHODS",
-    "MODES",
-    "RNN",
-    "IndividualizedPrivacyEngine",
-    "MultiheadAttention",
-    "replace_layers",
-]
+__all__ = ["GRU", "LSTM", "RNN", "IndividualizedPrivacyEngine", "MultiheadAttention", "replace_layers"]

@@ -9,7 +9,6 @@ from opacus.accountants.accountant import IAccountant
 
 from dpcompanion import _checks
 from dpcompanion.engine.randomness import restore
-from dpcompanion.training.callbacks import rounded_up
 
 
 class Accountant(IAccountant):
@@ -65,8 +64,8 @@ class Accountant(IAccountant):
         said = [budgets.statement(self.steps)]
         if self.voided:
             said.append("Less noise was added than was accounted for: no epsilon holds.")
-        elif (epsilons := budgets.stated(self.steps)) is not None:
-            said.append(f"Epsilon at most {rounded_up(epsilons)}.")
+        else:
+            said.append(budgets.promise(self.steps))
         if self.origin is not None:
             said.append("The noise came from a seed: anyone who knows it can subtract the noise.")
         if self.trusts_loss:

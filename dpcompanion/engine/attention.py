@@ -7,14 +7,6 @@ PyTorch's own layer multiplies with its weights inside of one function, where no
 `DPMultiheadAttention` does not compute the same: with batch_first=True it splits heads along another axis (outputs were
 0.49 apart from the same weights), it refuses `is_causal`, and it takes `attn_mask` for batches of one shape only.
 
->>> plain = torch.nn.MultiheadAttention(8, 2, batch_first=True)
->>> layer = MultiheadAttention.of(plain)
->>> x, mask = torch.randn(3, 5, 8), torch.ones(5, 5).triu(1).bool()
->>> bool((layer(x, x, x, attn_mask=mask)[0] - plain(x, x, x, attn_mask=mask)[0]).abs().max() < 1e-6)
-True
->>> list(layer.state_dict()) == list(plain.state_dict())
-True
-
 Source: Vaswani et al. 2017.
 """
 
@@ -41,6 +33,14 @@ class MultiheadAttention(nn.Module):
     Raises:
         ValueError: an embed_dim that num_heads does not divide; at a call, inputs without an axis of examples (or
             nested tensors), a mask of another shape or type, `is_causal` without `attn_mask`.
+
+    >>> plain = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    >>> layer = MultiheadAttention.of(plain)
+    >>> x, mask = torch.randn(3, 5, 8), torch.ones(5, 5).triu(1).bool()
+    >>> bool((layer(x, x, x, attn_mask=mask)[0] - plain(x, x, x, attn_mask=mask)[0]).abs().max() < 1e-6)
+    True
+    >>> list(layer.state_dict()) == list(plain.state_dict())
+    True
     """
 
     # What PyTorch's Transformer layers ask for, before they take a path of their own past this layer.

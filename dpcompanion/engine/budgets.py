@@ -1,11 +1,14 @@
 """What each step clips to and what it costs: parameters that were fixed beforehand, or a filter that is asked."""
 
+import dataclasses
+
 import torch
 
 from dpcompanion import _checks, accounting
 from dpcompanion._norms import raised
 from dpcompanion.idp.parameters import rdp_epsilons
 from dpcompanion.mechanism.plan import DPSGDPlan
+from dpcompanion.training.callbacks import rounded_up
 
 
 class FixedBudgets:
@@ -79,9 +82,10 @@ class FixedBudgets:
         """What the epsilons after so many steps are about; before the first, those of all that are planned."""
         return self.plan(steps).statement(steps=steps or None)
 
-    def stated(self, steps):
-        """The epsilons that `statement` is about, (n,) float64: no larger than the budgets, by calibration."""
-        return self._budgets if steps in (0, self.planned) else self.epsilons(steps, self._target_delta)
+    def promise(self, steps):
+        """The epsilons that `statement` is about, in words: no larger than the budgets, by calibration."""
+        found = self._budgets if steps in (0, self.planned) else self.epsilons(steps, self._target_delta)
+        return f"Epsilon at most {rounded_up(found)}."
 
     def ledger_entry(self, steps, delta):
         """What the run counts as in a ledger."""
@@ -161,13 +165,17 @@ class FilteredBudgets:
             unit=self._unit,
         )
         whom, _, _ = plan.statement(steps=steps or None).partition(", delta ")
-        return f"{whom}; each {self._unit} is charged for its own gradient norms, by {type(self._filter).__name__}."
+        return f"{whom}; each {self._unit} is charged for its own gradient norms."
 
-    def stated(self, steps):
-        """None: the filter promises an epsilon at each delta (`epsilons`), and knows of no one delta."""
+    def promise(self, steps):
+        """What the filter promises whatever is spent, in words: at the delta that it was made for, if there is one."""
+        delta = self._filter.target_delta
+        at_each = "an epsilon at each delta, which get_epsilons(delta) gives"
+        promised = at_each if delta is None else f"epsilon {rounded_up(self.epsilons(steps, delta))} at delta {delta:g}"
+        return f"By its filter ({type(self._filter).__name__}) it promised beforehand {promised}."
 
     def ledger_entry(self, steps, delta):
-        return self._filter.ledger_entry(delta)
+        return dataclasses.replace(self._filter.ledger_entry(delta), relation="zero-out", unit=self._unit)
 
     def parameters(self):
         return {"every": self._every, "planned": self.planned}

@@ -15,7 +15,7 @@ from dpcompanion import _checks
 from dpcompanion._devices import on_accelerator
 from dpcompanion.engine.layers import check_layers
 from dpcompanion.engine.replacements import check_replaced
-from dpcompanion.gradients.checks import check_batched, check_forgets_items, same_items
+from dpcompanion.gradients.checks import check_alone, check_batched, check_forgets_items, same_items
 from dpcompanion.gradients.traces import check_untouched, equal, noted
 
 
@@ -209,16 +209,10 @@ def _check_plain(module):
 
 
 def check_module(engine, module, optimizer, mode):
+    check_alone(module, opacus=True, name="module")
     _check_plain(module)
     if not module.training:
         raise ValueError("module must be in training mode, got one in evaluation mode: call module.train() first")
-    if isinstance(module, torch.nn.parallel.DistributedDataParallel) or type(module).__name__.startswith(
-        ("DifferentiallyPrivateDistributed", "FSDP")
-    ):
-        raise ValueError(
-            f"module must not be distributed, got {type(module).__name__}: on several processes the engine adds up "
-            "clipped gradients itself; give it the module that is inside"
-        )
     check_replaced(module)
     try:
         engine.validate(module=module, optimizer=None, data_loader=None)

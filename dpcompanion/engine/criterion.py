@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpcompanion._devices import on_accelerator
 from dpcompanion.engine.standard import own_mean, own_sum
-from dpcompanion.gradients.tensors import tolerances
+from dpcompanion.gradients.independence import check_loss, refuse_loss
 
 
 class Unreduced:
@@ -107,6 +107,19 @@ class LossCompany:
         self.calls = 0
         self._fixed: Any = {}
 
+    def check(self, unreduced, args, kwargs, losses):
+        """Refuse a criterion that mixes examples; looked at in the calls 1, 2, 4, 8, ..."""
+        n = len(losses)
+        self.note(getattr(unreduced, "criterion", unreduced), args, kwargs, n)
+        if n < 2 or losses.device.type == "meta":
+            return
+        self.calls += 1
+        if self.calls & (self.calls - 1) == 0:
+            alone = torch.linspace(0, n - 1, 8).round().long().unique().split(1)
+            parts = [*alone, torch.arange(n - 1, -1, -1), torch.arange(0, n, 2)]
+            if check_loss(unreduced, args, losses, kwargs, parts, "criterion"):
+                refuse_loss(name="criterion")
+
     def note(self, criterion, args, kwargs, n):
         """Warn, once, where a number that is of no example, as a weight of each class, has changed since the last call:
         the loop may have made it of the batch, and then an example moves the weight of the others."""
@@ -125,41 +138,9 @@ class LossCompany:
                     "made of the batch, as weights of the classes in it, one example moves what others contribute and "
                     "no epsilon holds",
                     RuntimeWarning,
-                    stacklevel=4,
+                    stacklevel=5,
                 )
                 break
-
-    def due(self, n):
-        if n < 2:
-            return False
-        self.calls += 1
-        return self.calls & (self.calls - 1) == 0  # 1, 2, 4, 8, ...
-
-    def check(self, unreduced, args, kwargs, losses):
-        n, (relative, _) = len(losses), tolerances(losses)
-
-        def of(rows):
-            index = torch.tensor(rows, device=losses.device)
-
-            def part(t):
-                mine = torch.is_tensor(t) and t.ndim and len(t) == n
-                return t.detach().index_select(0, index.to(t.device)) if mine else t
-
-            with torch.no_grad():
-                return unreduced(*tree_map(part, args), **tree_map(part, kwargs))
-
-        rows = sorted({round(i * (n - 1) / 7) for i in range(8)})
-        turned = list(range(n - 1, -1, -1))
-        half = list(range(0, n, 2))
-        for company, seen in [("alone", [row]) for row in rows] + [("in another order", turned), ("with fewer", half)]:
-            found, own = of(seen), losses.detach()[seen]
-            if found.shape != own.shape or not torch.allclose(found, own, rtol=relative, atol=1e-6, equal_nan=True):
-                if not bool(found.isfinite().all()):
-                    continue
-                raise ValueError(
-                    "criterion must give each example a loss of its own, but it depends on the rest of the batch: "
-                    f"{own[:8].tolist()} together, {found[:8].tolist()} {company}"
-                )
 
 
 class PerExampleCriterion:
@@ -187,9 +168,7 @@ class PerExampleCriterion:
     def note(self, args, kwargs, losses):
         """What the backward pass must bring, and (the first times, and now and then) whose loss is whose."""
         note_call(self._watch, self.criterion, args, kwargs, losses, self.loss_reduction)
-        self._company.note(self.criterion.criterion, args, kwargs, len(losses))
-        if self._company.due(len(losses)) and losses.device.type != "meta":
-            self._company.check(self.criterion, args, kwargs, losses)
+        self._company.check(self.criterion, args, kwargs, losses)
 
 
 def note_call(watch, unreduced, args, kwargs, losses, loss_reduction):

@@ -195,7 +195,5 @@ class GhostCriterion(DPLossFastGradientClipping):
         losses, watch = found.loss_per_sample, self.optimizer._watch
         if watch is not None and losses.ndim == 1 and losses.requires_grad and "shape" not in kwargs:
             note_call(watch, self.criterion, args, kwargs, losses, self.loss_reduction)
-            self._company.note(getattr(self.criterion, "criterion", self.criterion), args, kwargs, len(losses))
-            if self._company.due(len(losses)) and losses.device.type != "meta":
-                self._company.check(self.criterion, args, kwargs, losses)
+            self._company.check(self.criterion, args, kwargs, losses)
         return found

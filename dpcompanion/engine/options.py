@@ -54,8 +54,8 @@ class Settings:
                 "people and at_most must be given both, or neither, as with what by_person gives, which says at_most "
                 f"itself, got people={type(people).__name__} and at_most={at_most!r}"
             )
-        if self.unit is not None and (not isinstance(self.unit, str) or not self.unit.strip()):
-            raise ValueError(f"unit must be a word such as 'example' or 'patient', got {self.unit!r}")
+        if self.unit is not None:
+            _checks.unit("unit", self.unit)
         if people is None:
             return Units(rows, len(loader), self.unit or "example")
         if mode == "ghost":

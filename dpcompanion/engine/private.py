@@ -149,21 +149,23 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 examples one by one and uses every weight in its layer only.
             trust_loss: True leaves the loop's loss unchecked. If it is no mean (or sum) of losses of which each depends
                 on one example, no epsilon holds; `statement` says that your word was taken.
-            people: None where each item of the data set is an example. Or who each item belongs to, (rows,): then
-                draws, clip norms, budgets and epsilons are of persons. A person's gradient is the mean over at most
-                `at_most` of their rows, formed before it is clipped, once; of a person with more rows, so many are
-                drawn anew for each draw, by the run's own stream (`dpcompanion.training.people`). The loader's
-                batch_size counts persons: the mean rate is 1 / ceil(n / batch_size) for n persons, and an epoch has so
-                many steps. It hands out rows, a person's one after the other. Opacus's memory manager cuts a draw
-                between persons, and counts these. Not in ghost mode. Or what `dpcompanion.training.by_person` gives of
-                the same rows, which knows persons without rows, too, and sums in place of means.
+            people: None where each item of the data set is an example. Or who each item belongs to, (rows,), by names
+                of any type that `dpcompanion.training.by_person` takes: then draws, clip norms, budgets and epsilons
+                are of persons. A person's gradient is the mean over at most `at_most` of their rows, formed before it
+                is clipped, once; of a person with more rows, so many are drawn anew for each draw, by the run's own
+                stream (`dpcompanion.training.people`). The loader's batch_size counts persons: the mean rate is
+                1 / ceil(n / batch_size) for n persons, and an epoch has so many steps. It hands out rows, a person's
+                one after the other. Opacus's memory manager cuts a draw between persons, and counts these. Not in
+                ghost mode. Or what `dpcompanion.training.by_person` gives of the same rows, which knows persons
+                without rows, too, and sums in place of means.
             at_most: with people, how many rows of a person enter a step at most; by_person says it itself.
             unit: what one of the n is called in statements, such as "patient"; "person" by default with people, else
                 "example".
 
         Raises:
             ValueError: bad input; budgets that cannot be met; and what would void the account: a sampler of one's own,
-                a collate_fn that changes the order, drop_last, an iterable data set, a distributed module, an engine
+                a collate_fn that changes the order, drop_last, an iterable data set, a module that is spread over
+                processes (``DistributedDataParallel``, ``fully_shard``) or holds DTensors, an engine
                 that has taken steps. A second call before any step replaces the first, whose optimizer then takes no
                 step.
             ValueError: Opacus's `UnsupportedModuleError`, which is one, for a module that mixes examples, here
@@ -274,27 +276,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 example must depend on the weights and on this example alone. It may use the module itself, which is in
                 evaluation mode then, and keeps nothing of it.
             updates_per_epoch: measurements an epoch, above 0; from len(data_loader) on there is one before each step.
-            criterion: a loss of outputs and targets: a module or function with a `reduction`, which the engine calls
-                without, or a function to (n,). Class weights and `ignore_index` are allowed: of one example's tokens
-                the mean counts those that are not ignored. With it a criterion is returned before the loader, in every
-                mode, through which every loss must come. In ghost mode it is cross entropy by default; else, without
-                one, the loop's own loss must be a standard one (`dpcompanion.engine.losses`).
-            batch_first: whether inputs have the examples along their first axis, or else along their second.
-            loss_reduction: "mean" or "sum", what the loop's loss (or the criterion that is returned) makes of the
-                examples' losses. A mean is one over all of them: what divides by the weights or tokens of a batch is
-                refused at the step.
-            seed: None, for a model that is released: noise and draws come from ciphers under keys that the operating
-                system draws. Or a whole number below 2^1024, for research, from which the keys are hashed: whoever
-                knows it can subtract the noise.
-            noise_generator: in place of a seed, a `torch.Generator`: noise comes from it, draws from one that it seeds.
-            grad_sample_mode: "hooks", "functorch", "ew" or "ghost"; see `make_private_with_budgets`.
-            wrap_model: False leaves the module as it is and returns Opacus's hooks in its place (not in "ew" mode).
-            prove: False leaves out the proof with the first batches, and takes it on your word that the module treats
-                examples one by one and uses every weight in its layer only.
-            trust_loss: True leaves the loop's loss unchecked. If it is no mean (or sum) of losses of which each depends
-                on one example, no epsilon holds; `statement` says that your word was taken.
-            people, at_most, unit: see `make_private_with_budgets`. A person's norm is measured at a choice of their
-                rows.
+            criterion, seed, noise_generator, grad_sample_mode, batch_first, loss_reduction, wrap_model, prove,
+                trust_loss, people, at_most, unit: as in `make_private_with_budgets`. A person's norm is measured at a
+                choice of their rows.
 
         Raises:
             ValueError: bad input; a filter of another rate or number of examples; and what would void the account: a
@@ -462,9 +446,10 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
 
     def statement(self) -> str:
         """What an epsilon of this run is about, in the words of `dpcompanion.training.DPSGDPlan.statement`: relation,
-        public constants, sampler, noise, and delta, accountant and epsilons, or the filter. It is of the steps that
-        were taken; before the first, of those that are planned. It says so if the noise came from a seed, and with
-        trust_loss=True that the loss was not checked; after too little noise that no epsilon holds.
+        public constants, sampler, noise, and delta, accountant and epsilons, or what the filter promised: its epsilons
+        at the delta of its targets, if it was made for targets. It is of the steps that were taken; before the first,
+        of those that are planned. It says so if the noise came from a seed, and with trust_loss=True that the loss was
+        not checked; after too little noise that no epsilon holds.
 
         Raises:
             ValueError: before the module was made private.

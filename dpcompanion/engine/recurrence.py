@@ -7,12 +7,6 @@ an example's share.  Opacus's `DPRNN`, `DPLSTM` and `DPGRU` compute the same but
 PyTorch: dropout lies between layers (Opacus has it within the recurrence, and after the last layer); the last states of
 packed sequences have the type and device of the others; and rows of a packed sequence may come in any order, as they
 are brought into that of the batch before any weight is used.
-
->>> plain = torch.nn.RNN(3, 4, batch_first=True)
->>> layer = RNN.of(plain)
->>> x = torch.randn(2, 5, 3)
->>> bool((layer(x)[0] - plain(x)[0]).abs().max() < 1e-6), list(layer.state_dict()) == list(plain.state_dict())
-(True, True)
 """
 
 from collections.abc import Sequence
@@ -169,6 +163,12 @@ class RNN(_Recurrent):
     Args:
         input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, nonlinearity, device, dtype: as
             in `torch.nn.RNN`.
+
+    >>> plain = torch.nn.RNN(3, 4, batch_first=True)
+    >>> layer = RNN.of(plain)
+    >>> x = torch.randn(2, 5, 3)
+    >>> bool((layer(x)[0] - plain(x)[0]).abs().max() < 1e-6), list(layer.state_dict()) == list(plain.state_dict())
+    (True, True)
     """
 
     def __init__(
@@ -188,7 +188,11 @@ class RNN(_Recurrent):
 
 
 class LSTM(_Recurrent):
-    """`torch.nn.LSTM` for private training: the same arguments (but proj_size), outputs and state_dict."""
+    """`torch.nn.LSTM` for private training: the same arguments (but proj_size), outputs and state_dict.
+
+    >>> LSTM(3, 4, batch_first=True)(torch.zeros(2, 5, 3))[0].shape
+    torch.Size([2, 5, 4])
+    """
 
     kind, gates, states = nn.LSTM, 4, 2
 
@@ -199,7 +203,11 @@ class LSTM(_Recurrent):
 
 
 class GRU(_Recurrent):
-    """`torch.nn.GRU` for private training: the same arguments, outputs and state_dict."""
+    """`torch.nn.GRU` for private training: the same arguments, outputs and state_dict.
+
+    >>> GRU(3, 4, batch_first=True)(torch.zeros(2, 5, 3))[0].shape
+    torch.Size([2, 5, 4])
+    """
 
     kind, gates = nn.GRU, 3
 

@@ -23,20 +23,9 @@ norms say to what they are clipped, and an example that cannot cover its cost is
 ([18, 4, 4], [0.8, 0.8, 0.4])
 """
 
-from dpcompanion.filters.calibration import CalibratedFilter, calibrate_filter, level_costs
+from dpcompanion.filters.calibration import calibrate_filter, level_costs
 from dpcompanion.filters.exact import ExactFilter
-from dpcompanion.filters.game import Game, Games, adaptive_delta, play, worst_case
+from dpcompanion.filters.game import adaptive_delta, play, worst_case
 from dpcompanion.filters.renyi import RenyiFilter
 
-__all__ = [
-    "CalibratedFilter",
-    "ExactFilter",
-    "Game",
-    "Games",
-    "RenyiFilter",
-    "adaptive_delta",
-    "calibrate_filter",
-    "level_costs",
-    "play",
-    "worst_case",
-]
+__all__ = ["ExactFilter", "RenyiFilter", "adaptive_delta", "calibrate_filter"]

@@ -18,22 +18,6 @@ inequalities of (epsilon, delta) hold with the smaller delta of a filter of budg
 same.  That is ``epsilon(delta, spent=b)``.  A threshold that is read off the run afterwards has no such promise.
 
 What an example has `spent` is as private as the example.
-
->>> filter = ExactFilter(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=1.0, levels=[0.5, 1.0], costs=[1, 8],
-...                      budget=20, steps=100)
->>> levels = filter.levels_for([3.0, 0.2, 0.0])
->>> filter.record(levels, steps=1)
->>> levels.tolist(), filter.spent.tolist()
-([1.0, 0.5, 0.0], [8, 1, 0])
->>> for _ in range(5):
-...     filter.clip_norms([3.0, 0.2, 0.0]).tolist()
-[1.0, 0.5, 0.0]
-[0.5, 0.5, 0.0]
-[0.5, 0.5, 0.0]
-[0.5, 0.5, 0.0]
-[0.5, 0.5, 0.0]
->>> filter.spent.tolist(), filter.active.tolist()
-([20, 6, 0], [False, True, True])
 """
 
 import math
@@ -73,6 +57,22 @@ class ExactFilter(NormInput):
 
     Raises:
         ValueError: an argument outside its range, or a target that cannot be met.
+
+    >>> filter = ExactFilter(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=1.0, levels=[0.5, 1.0],
+    ...                      costs=[1, 8], budget=20, steps=100)
+    >>> levels = filter.levels_for([3.0, 0.2, 0.0])
+    >>> filter.record(levels, steps=1)
+    >>> levels.tolist(), filter.spent.tolist()
+    ([1.0, 0.5, 0.0], [8, 1, 0])
+    >>> for _ in range(5):
+    ...     filter.clip_norms([3.0, 0.2, 0.0]).tolist()
+    [1.0, 0.5, 0.0]
+    [0.5, 0.5, 0.0]
+    [0.5, 0.5, 0.0]
+    [0.5, 0.5, 0.0]
+    [0.5, 0.5, 0.0]
+    >>> filter.spent.tolist(), filter.active.tolist()
+    ([20, 6, 0], [False, True, True])
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ExactFilter(NormInput):
                 "either budget, or target_epsilon and target_delta must be given, "
                 f"got budget={budget!r}, target_epsilon={target_epsilon!r}, target_delta={target_delta!r}"
             )
-        self._targets, self._progress = {}, progress
+        self._targets, self._progress, self.target_delta = {}, progress, target_delta
         if budget is None:
             run: dict[str, Any] = dict(
                 sample_rate=self.sample_rate,
@@ -194,7 +194,7 @@ class ExactFilter(NormInput):
             block=max(1, plan.steps_per_epoch // 2) if block is None else block,
             device=device,
             progress=progress,
-        )
+        )._about(plan)
 
     @property
     def costs(self) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:

@@ -20,6 +20,11 @@ from dpcompanion.accounting import Guarantee, LedgerEntry, PersonalCosts
 class NormInput:
     """The n examples of a filter, and checks of their norms."""
 
+    #: Of what a ledger is told: "zero-out", which what holds for adding or removing implies, unless a plan says more.
+    relation, unit = "zero-out", "example"
+    #: The delta at which the targets are meant that the budgets were made from; None where budgets were given.
+    target_delta: float | None = None
+
     def __init__(self, n, *, device):
         self.n = _checks.whole_number("n", n, 1)
         self.device = torch.device("cpu" if device is None else device)
@@ -44,7 +49,13 @@ class NormInput:
         delta = _checks.number("delta", delta, 0, 1, closed="neither")
         distinct, which = self.epsilon(delta).cpu().unique(return_inverse=True)
         promised = PersonalCosts.each([Guarantee(epsilon, delta) for epsilon in distinct.tolist()], which)
-        return LedgerEntry(Guarantee(float(distinct[-1]), delta), promised=promised)
+        worst = Guarantee(float(distinct[-1]), delta)
+        return LedgerEntry(worst, promised=promised, relation=self.relation, unit=self.unit)
+
+    def _about(self, plan):
+        """This filter, with what its plan says that an example is."""
+        self.relation, self.unit = plan.relation, plan.unit
+        return self
 
     def _checked_norms(self, norms, most=math.inf, slack=0.0):
         """Norms from 0 to `most`, relatively at most `slack` above it, as (n,) float64 on the filter's device."""

@@ -22,12 +22,6 @@ is clipped at step t: a function of i and of the models so far, and of nothing e
 The guarantee is the budget, for every data set and run (individual DP, add/remove; others' budgets may differ).  What
 an example has `spent` is an account along the trajectory, as private as the example.  So is the list of those who
 have left.
-
->>> filter = RenyiFilter.for_epsilon(3, target_epsilons=2.0, target_delta=1e-5, sample_rate=0.01, noise_multiplier=1.0,
-...                                  max_grad_norm=1.0)
->>> steps = sum(filter.admit(torch.tensor([1.0, 0.5, 0.0])) for _ in range(1000))
->>> steps.tolist(), filter.active.tolist(), float(filter.epsilon(1e-5)[0]) <= 2
-([881, 1000, 1000], [False, True, True], True)
 """
 
 import math
@@ -63,6 +57,12 @@ class RenyiFilter(NormInput):
     Raises:
         ValueError: an argument outside its range, or a fractional order at which the divergence is not convex in the
             squared norm (none is known).
+
+    >>> filter = RenyiFilter.for_epsilon(3, target_epsilons=2.0, target_delta=1e-5, sample_rate=0.01,
+    ...                                  noise_multiplier=1.0, max_grad_norm=1.0)
+    >>> steps = sum(filter.admit(torch.tensor([1.0, 0.5, 0.0])) for _ in range(1000))
+    >>> steps.tolist(), filter.active.tolist(), float(filter.epsilon(1e-5)[0]) <= 2
+    ([881, 1000, 1000], [False, True, True], True)
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class RenyiFilter(NormInput):
         chosen, column = best.unique(return_inverse=True)
         budgets = torch.full((len(distinct), len(chosen)), math.inf, dtype=torch.float64)
         budgets.scatter_(1, column[:, None], budget * (1 - 1e-12))
-        return cls(
+        made = cls(
             n,
             sample_rate=sample_rate,
             noise_multiplier=noise_multiplier,
@@ -195,6 +195,8 @@ class RenyiFilter(NormInput):
             budgets=budgets[which],
             device=device,
         )
+        made.target_delta = delta
+        return made
 
     @classmethod
     def for_plan(
@@ -229,7 +231,7 @@ class RenyiFilter(NormInput):
             target_delta=plan.delta,
             order=order,
             device=device,
-        )
+        )._about(plan)
 
     def admit(self, norms: Array) -> torch.Tensor:
         """Which examples take part in the next step, and are charged for it: (n,) booleans.

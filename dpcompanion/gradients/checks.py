@@ -86,26 +86,32 @@ def check_model(model):
         raise ValueError("model must have a trainable parameter, got none")
 
 
-# Classes of modules that are spread over processes or devices; those of Opacus send gradients in their own optimizer.
-_SPREAD = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
-_SPREAD_BY_OPACUS = {"DifferentiallyPrivateDistributedDataParallel", "FSDP2Wrapper"}
+# Classes of modules that are spread over processes or devices, as a wrapper or in place (`fully_shard`, `replicate`);
+# those of Opacus send gradients in their own optimizer.
+_WRAPPERS = {"DataParallel", "DistributedDataParallel"}
+_WRAPPERS_OF_OPACUS = {"DifferentiallyPrivateDistributedDataParallel", "FSDP2Wrapper"}
+_IN_PLACE = {"FullyShardedDataParallel", "FSDPModule", "DDP"}
 
 
-def check_alone(model, *, opacus=False):
-    """Refuse a model that is spread over processes or devices (with `opacus` by that library, too): no gradient would
-    be sent between them, and with one seed all would draw the same noise.
+def check_alone(model, *, opacus=False, name="model"):
+    """Refuse a model that is spread over processes or devices (with `opacus` by that library, too), or of which a
+    tensor is (`DTensor`): no gradient would be sent between them, and with one seed all would draw the same noise; and
+    of a part of a gradient no norm is known.
 
     Raises:
-        ValueError: naming the wrapper.
+        ValueError: naming the class, under the `name` of the argument.
     """
-    spread = {base.__name__ for module in model.modules() for base in type(module).__mro__}
-    spread &= _SPREAD | (_SPREAD_BY_OPACUS if opacus else set())
-    spread |= {type(p.data).__name__ for p in model.parameters()} & {"DTensor"}
-    if spread:
+    classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    wrappers = classes & (_WRAPPERS | (_WRAPPERS_OF_OPACUS if opacus else set()))
+    tensors = [p.data for p in model.parameters()] + list(model.buffers())
+    inside = sorted(classes & _IN_PLACE) + sorted({type(t).__name__ for t in tensors} & {"DTensor"})
+    if wrappers or inside:
+        cure = "as it was before fully_shard, FullyShardedDataParallel, replicate or parallelize_module"
         raise ValueError(
-            f"model must be a plain module, but it is or holds a {min(spread)}, whose gradients are not clipped before "
-            "they are sent between processes; give the module itself, model.module: train cuts each draw among the "
-            "ranks of torch.distributed and adds up clipped sums itself"
+            f"{name} must be a plain module, whole on each process, but it is or holds "
+            f"{min(wrappers, default=None) or inside[0]}, whose gradients are not clipped before they are sent between "
+            f"processes; give the module itself, {cure if inside else 'model.module'}: train and the engine cut each "
+            "draw among the ranks of torch.distributed and add up clipped sums themselves"
         )
 
 

@@ -36,14 +36,6 @@ terms may add, up to positions x 6e-8 of the sum of their lengths, so the share 
 plan with `arithmetic="float"` counts all roundings of a sum, and adds up the very numbers that it has measured.
 On a GPU convolutions may round to TF32, and then a clip norm holds to 1e-3 only; for full float32 set
 `torch.backends.cudnn.allow_tf32 = False`.
-
->>> model = torch.nn.Linear(3, 2)
->>> x, y = torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])
->>> result = clipped_sum(model, cross_entropy, x, y, max_grad_norm=0.1)
->>> {name: tuple(g.shape) for name, g in result.gradients.items()}
-{'weight': (2, 3), 'bias': (2,)}
->>> gradient_norms(model, cross_entropy, x, y).shape
-torch.Size([5])
 """
 
 import math
@@ -64,7 +56,11 @@ METHODS = ("auto", "mixed", "ghost", "func")
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of each example, (n,)."""
+    """Cross entropy of each example, (n,).
+
+    >>> cross_entropy(torch.zeros(2, 3), torch.tensor([0, 2]))
+    tensor([1.0986, 1.0986])
+    """
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
@@ -154,6 +150,12 @@ def clipped_sum(
         ValueError: for a model that mixes examples (layers that do; with "auto" any that is seen to), a loss that is
             reduced, an unknown method, a norm of 0, ("mixed" or "ghost") a model that is seen not to consist of
             layers, or a precision that the model or the device does not have.
+
+    >>> model = torch.nn.Linear(3, 2)
+    >>> x, y = torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])
+    >>> result = clipped_sum(model, cross_entropy, x, y, max_grad_norm=0.1)
+    >>> {name: tuple(g.shape) for name, g in result.gradients.items()}
+    {'weight': (2, 3), 'bias': (2,)}
     """
     if not (isinstance(max_grad_norm, torch.Tensor) or _checks.is_number(max_grad_norm)):
         max_grad_norm = torch.as_tensor(_checks.in_interval("max_grad_norm", max_grad_norm), device=x.device)
@@ -199,6 +201,9 @@ def gradient_norms(
         ValueError: for a model that mixes examples (layers that do; with "auto" any that is seen to), a loss that is
             reduced, an unknown method, ("mixed" or "ghost") a model that is seen not to consist of layers, or a
             precision that the model or the device does not have.
+
+    >>> gradient_norms(torch.nn.Linear(3, 2), cross_entropy, torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])).shape
+    torch.Size([5])
     """
     norms = [part.norms for part in _in_microbatches(model, loss, x, y, None, method, microbatch_size, precision)]
     return torch.cat(norms) if norms else torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)

@@ -137,11 +137,16 @@ def alike(one, other):
     return one.shape == other.shape and torch.allclose(one, other, rtol=floor, atol=floor * largest, equal_nan=True)
 
 
-def check_loss(loss, outputs, y, losses):
-    """Refuse a loss that mixes examples: of half of the batch it must give what it gives of all of it.
+def check_loss(loss, args, losses, kwargs=None, parts=None, name="loss"):
+    """Refuse a loss that mixes examples: of a part of a batch it must give what it gives of all of it.
 
     The outputs of the model are given, so this costs little and is looked at in every pass. A loss that draws at random
     cannot be compared, and is left to the other proofs.
+
+    Args:
+        loss: what was called with `args` and `kwargs` and gave `losses`.
+        parts: tensors of rows to compare; half of the batch by default.
+        name: of the loss, in the error.
 
     Returns:
         Whether the loss mixes examples, a tensor, where it lies on a device that must not be waited for; or None.
@@ -149,43 +154,46 @@ def check_loss(loss, outputs, y, losses):
     Raises:
         ValueError: with an example's loss in both.
     """
-    n = len(losses)
-    if n < 2:
-        return None
-    rows = torch.arange(0, n, 2, device=losses.device)
+    n, given = len(losses), (args, kwargs or {})
+    outputs = [t for t in tree_leaves(args[0] if args else kwargs) if isinstance(t, torch.Tensor)]
+    if n < 2 or not any(t.ndim and len(t) == n for t in outputs):
+        return None  # nothing to take a part of; the other proofs look at it
 
-    def own(t):
-        return t.detach()[rows] if t.ndim and len(t) == n else t.detach()
+    def of(rows=None):
+        def own(t):
+            return t.detach()[rows.to(t.device)] if rows is not None and t.ndim and len(t) == n else t.detach()
 
+        own_args, own_kwargs = tree_map_only(torch.Tensor, own, given)
+        return loss(*own_args, **own_kwargs)
+
+    mixed = None
     with torch.no_grad(), torch.random.fork_rng(devices=[losses.device] if losses.device.type == "cuda" else []):
-        if not any(t.ndim and len(t) == n for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)):
-            return None  # nothing to take a half of; the other proofs look at it
-        half = loss(tree_map_only(torch.Tensor, own, outputs), y[rows])
-        if not isinstance(half, torch.Tensor) or half.shape != (len(rows),):
-            got = tuple(half.shape) if isinstance(half, torch.Tensor) else type(half).__name__
-            raise ValueError(f"loss must return one number an example, shape ({len(rows)},), got {got}")
-        whole = losses.detach()[rows]
-        finite = whole.isfinite() & half.isfinite()
-        floor = tolerances(whole)[1]
-        largest = torch.where(finite, whole.abs(), 0).max()
-        apart = finite & ((whole - half).abs() > floor * (whole.abs() + largest))
-        apart = (apart | (whole.isnan() != half.isnan())).any()
-        if losses.device.type != "cpu":
-            return apart
-        if apart and torch.equal(loss(tree_map_only(torch.Tensor, torch.Tensor.detach, outputs), y), losses.detach()):
-            refuse_loss(whole, half)
-    return None
+        for rows in [torch.arange(0, n, 2)] if parts is None else parts:
+            rows = rows.to(losses.device)
+            part, whole = of(rows), losses.detach()[rows]
+            if not isinstance(part, torch.Tensor) or part.shape != (len(rows),):
+                got = tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
+                raise ValueError(f"{name} must return one number an example, shape ({len(rows)},), got {got}")
+            finite = whole.isfinite() & part.isfinite()
+            largest = torch.where(finite, whole.abs(), 0).max()
+            apart = finite & ((whole - part).abs() > tolerances(whole)[1] * (whole.abs() + largest))
+            apart = (apart | (whole.isnan() != part.isnan())).any()
+            if losses.device.type != "cpu":
+                mixed = apart if mixed is None else mixed | apart
+            elif apart and torch.equal(of(), losses.detach()):
+                refuse_loss(whole, part, name)
+    return mixed
 
 
-def refuse_loss(whole=None, half=None):
-    """That a loss mixes examples, with some of them in a batch and in half of it."""
+def refuse_loss(whole=None, part=None, name="loss"):
+    """That a loss mixes examples, with some of them in a batch and in a part of it."""
     seen = (
         ""
-        if whole is None or half is None
-        else f" ({whole[:4].tolist()} in a batch, {half[:4].tolist()} in half of it)"
+        if whole is None or part is None
+        else f" ({whole[:4].tolist()} in a batch, {part[:4].tolist()} in {len(part)} of it)"
     )
     raise ValueError(
-        f"loss must give each example's own, but an example's loss changes with who else is in the batch{seen}: class "
-        "weights or a mean over the tokens of a batch do that; use reduction='none' and divide by what belongs to the "
-        "example alone"
+        f"{name} must give each example's own, but an example's loss depends on the rest of the batch{seen}: "
+        "class weights or a mean over the tokens of a batch do that; use reduction='none' and divide by what belongs "
+        "to the example alone"
     )

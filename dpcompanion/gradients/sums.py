@@ -90,7 +90,7 @@ def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=Non
     with recorder.listening(group.rows if group else len(x)), torch.enable_grad():
         outputs = outputs_in(precision, model, x)
         losses = checks.check_losses(loss(outputs, y), len(x))
-    mixed = independence.check_loss(loss, outputs, y, losses)
+    mixed = independence.check_loss(loss, (outputs, y), losses)
     del outputs
     with torch.no_grad():
         recorder.backward(losses, take, group)

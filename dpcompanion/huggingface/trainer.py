@@ -15,11 +15,12 @@ from transformers import Trainer, TrainingArguments
 
 from dpcompanion import _checks, _files
 from dpcompanion.accounting import LedgerEntry
+from dpcompanion.gradients.checks import check_alone
 from dpcompanion.huggingface.losses import per_example_loss
 from dpcompanion.huggingface.privacy import PersonalPrivacy
 from dpcompanion.huggingface.rows import collator_of, column_of
 from dpcompanion.training import DPSGDPlan, History, NormTracker, Performance, Track
-from dpcompanion.training.callbacks import rounded_up
+from dpcompanion.training.callbacks import promised, rounded_up
 from dpcompanion.training.checkpoints import key_file, plain, read_checkpoint, read_keys, write_checkpoint, write_keys
 from dpcompanion.training.collating import Reader
 from dpcompanion.training.loop import TrainingLoop
@@ -94,8 +95,9 @@ class PersonalTrainer(Trainer):
         privacy: as given.
 
     Raises:
-        ValueError: naming the argument, for what would void the account: several processes or devices, float16, an
-            iterable data set, a collator or a model that mixes rows, a model that no method takes.
+        ValueError: naming the argument, for what would void the account: several processes or devices, a model that is
+            spread over them (`fully_shard`), float16, an iterable data set, a collator or a model that mixes rows, a
+            model that no method takes.
 
     >>> from transformers import BertConfig, BertForSequenceClassification, default_data_collator
     >>> config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
@@ -124,6 +126,8 @@ class PersonalTrainer(Trainer):
     ):
         args = TrainingArguments("tmp_trainer") if args is None else args
         _check(args, train_dataset, privacy, options)
+        if isinstance(model, torch.nn.Module):
+            check_alone(model, opacus=True)
         self.privacy = privacy
         self._loop: Any = None
         self._tracker: NormTracker | None = None
@@ -399,43 +403,34 @@ class PersonalTrainer(Trainer):
         """Whether the run ended before the plan's last step."""
         return 0 < self.taken < self.plan.steps
 
-    def _promised(self):
-        found = torch.as_tensor(self.plan.epsilon(), dtype=torch.float64).expand(self.plan.n)
-        return found if self._filter is None else torch.minimum(found, self._filter.epsilon(self.plan.delta).cpu())
-
     def epsilons(self, delta: float | None = None) -> torch.Tensor:
-        """Epsilon of each person after the steps that were taken, (n,) float64, in the order of `persons`.
-
-        By the plan, or where persons are clipped individually (`track`, `filter`) by what each was charged, which is
-        as private as they are. Of a run that ended early because of what its model showed, only the plan's epsilon of
-        all planned steps is promised (`statement`).
+        """Epsilon of each person after the steps that were taken, (n,) float64, in the order of `persons`, see
+        `History.epsilons`: 0 before `train`.
 
         Args:
             delta: by default the plan's.
         """
-        delta = self.plan.delta if delta is None else delta
-        if self._tracker is not None and self._tracker.exact and self.taken:
-            return self._tracker.epsilon(delta)
-        found = torch.as_tensor(self.plan.epsilon(delta, steps=self.taken), dtype=torch.float64)
-        return found.expand(self.plan.n).clone()
+        if self._loop is not None:
+            return self.history.epsilons(delta)
+        return torch.zeros(self.plan.n, dtype=torch.float64)
 
     def card(self) -> dict[str, Any]:
         """What may be published of the run, as plain JSON values: the statement, the largest epsilon of the steps that
         were taken and of those that were planned, by the filter if there is one, how many persons have which of the
         latter, the plan. No person's number is in it."""
         model: Any = self.model
-        plan, promised, by_budget = self.plan, self._promised(), None
-        if len(promised.unique()) > 1:
+        plan, beforehand, by_budget = self.plan, promised(self.plan, self._filter), None
+        if len(beforehand.unique()) > 1:
             by_budget = [
                 {"epsilon": float(epsilon), "persons": int(count)}
-                for epsilon, count in zip(*promised.unique(return_counts=True))
+                for epsilon, count in zip(*beforehand.unique(return_counts=True))
             ]
         taken = torch.as_tensor(plan.epsilon(steps=self.taken), dtype=torch.float64)
         return {
             "statement": self.statement(),
             "unit": self.privacy.unit,
-            "epsilon": float(torch.minimum(taken, promised).max()),
-            "epsilon_of_planned_steps": float(promised.max()),
+            "epsilon": float(torch.minimum(taken, beforehand).max()),
+            "epsilon_of_planned_steps": float(beforehand.max()),
             "by_budget": by_budget,
             "delta": plan.delta,
             "steps": self.taken,

@@ -36,26 +36,9 @@ budgets each is rounded down first, by 5e-4 of itself at most: a million take se
 """
 
 from dpcompanion.idp.groups import budgets_for
-from dpcompanion.idp.parameters import (
-    CombinedParameters,
-    SampleParameters,
-    ScaleParameters,
-    combined_parameters,
-    rdp_epsilons,
-    sample_parameters,
-    scale_parameters,
-)
+from dpcompanion.idp.parameters import combined_parameters, rdp_epsilons, sample_parameters, scale_parameters
 
-__all__ = [
-    "CombinedParameters",
-    "SampleParameters",
-    "ScaleParameters",
-    "budgets_for",
-    "combined_parameters",
-    "rdp_epsilons",
-    "sample_parameters",
-    "scale_parameters",
-]
+__all__ = ["budgets_for", "combined_parameters", "sample_parameters", "scale_parameters"]
 
 
 def __getattr__(name):

@@ -55,6 +55,9 @@ class IndividualAccountant(NormHistory):
     Source: Yu et al. 2023, algorithm 2 (which rounds to the nearest multiple, and so under-states half of the norms).
     """
 
+    #: Of what a ledger is told: "zero-out", which what holds for adding or removing implies, unless a plan says more.
+    relation, unit = "zero-out", "example"
+
     def __init__(
         self,
         n: int,
@@ -122,13 +125,15 @@ class IndividualAccountant(NormHistory):
         >>> IndividualAccountant.for_plan(plan, rounding=None).n
         3
         """
-        return cls(
+        made = cls(
             plan.n if n is None else n,
             **plan.uniform_parameters(),
             rounding=rounding,
             accountant=plan.accountant if accountant is None else accountant,
             device=device,
         )
+        made.relation, made.unit = str(plan.relation), plan.unit
+        return made
 
     def charged(self, norms: Array) -> torch.Tensor:
         """What `record` charges for these norms at least: themselves or the next level of the grid, at most C; float64.
@@ -269,7 +274,8 @@ class IndividualAccountant(NormHistory):
         counts = torch.zeros(self.n, len(distinct), dtype=torch.int64)
         place = torch.tensor([distinct.index(kind) for kind in kinds], dtype=torch.int64)
         counts.index_add_(1, place, self._counts.cpu().to(torch.int64))
-        return LedgerEntry(SampledGaussian(*run, self.steps), account=PersonalCosts(distinct, counts))
+        costs = PersonalCosts(distinct, counts)
+        return LedgerEntry(SampledGaussian(*run, self.steps), account=costs, relation=self.relation, unit=self.unit)
 
     def estimate_from_sampled(self, delta: float, *, steps: int) -> torch.Tensor:
         r"""An ESTIMATE of every example's epsilon from a log of the norms of sampled examples, (n,) float64.

@@ -95,19 +95,20 @@ def sensitivity(
     return (max_grad_norm * (1 + NORM_ERROR) + common) * _SLACK
 
 
-def least_noise(noise_multiplier: float, max_grad_norm: float, *, n: int, parameters: int) -> float:
-    """A noise multiplier whose noise is at least `noise_multiplier` times the sensitivity above; ValueError if none is.
+def least_noise(noise_multiplier: float, max_grad_norm: float | torch.Tensor, *, n: int, parameters: int) -> float:
+    """A noise multiplier whose noise is in no example's sensitivity above less than `noise_multiplier`'s is in their
+    clip norm, one for all or (n,); ValueError if none is.
 
     >>> sigma = least_noise(2.0, 1.0, n=1000, parameters=100)
     >>> 2.0 <= sigma / sensitivity(1.0, n=1000, noise_std=sigma, parameters=100) < 2.0 + 1e-6
     True
     """
-    found = noise_multiplier
+    found, norms = noise_multiplier, torch.as_tensor(max_grad_norm, dtype=torch.float64)
     for _ in range(100):
-        delta = sensitivity(max_grad_norm, n=n, noise_std=found * max_grad_norm, parameters=parameters)
-        if found * max_grad_norm >= noise_multiplier * delta:
+        delta = sensitivity(max_grad_norm, n=n, noise_std=found * norms.mean().item(), parameters=parameters)
+        if bool((found * norms >= noise_multiplier * delta).all()):
             return found
-        found = math.nextafter(noise_multiplier * delta / max_grad_norm, math.inf)
+        found = math.nextafter(float((noise_multiplier * delta / norms).max()), math.inf)
     raise ValueError(
         f"parameters must be few enough for the grid of the noise, got {parameters} with a noise "
         f"multiplier of {noise_multiplier:g}"

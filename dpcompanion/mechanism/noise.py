@@ -14,10 +14,6 @@ without noise: what experiments want, and what no two released models may have. 
 warn of it.  Draws are made on the CPU, so that a run on a GPU takes the same batches and the same noise.  Those of a
 `generator_device` are for speed: CUDA's own generator has a key of 64 bits, hashed from the seed too, and floats for
 coins.
-
->>> streams = generators(seed=7)
->>> gaussian_noise((2,), 3.0, streams["noise"]).shape
-torch.Size([2])
 """
 
 from collections.abc import Sequence
@@ -30,7 +26,6 @@ from dpcompanion._devices import to_device
 from dpcompanion.mechanism.secure import SecureStream, grid_of, snapped
 from dpcompanion.seeds import derive_key, keyed_generator
 
-__all__ = ["STREAMS", "gaussian_noise", "generators", "noisy"]
 STREAMS = ("sampling", "noise")
 
 
@@ -48,6 +43,9 @@ def generators(seed: int | None, device: str | torch.device = "cpu") -> dict[str
 
     Raises:
         ValueError: a seed outside its range.
+
+    >>> list(generators(seed=7))
+    ['sampling', 'noise']
     """
     if seed is None:
         return {name: SecureStream() for name in STREAMS}
@@ -81,6 +79,9 @@ def gaussian_noise(
 
     Raises:
         ValueError: a standard deviation outside its range.
+
+    >>> gaussian_noise((2,), 3.0, generators(seed=7)["noise"]).shape
+    torch.Size([2])
     """
     std = _checks.number("std", std, 0, float("inf"), closed="left")
     _checks.generator("generator", generator, SecureStream)

@@ -132,8 +132,7 @@ class DPSGDPlan:
             object.__setattr__(self, name, value)
 
         _checks.one_of("accountant", self.accountant, ACCOUNTANTS)
-        if not isinstance(self.unit, str) or not self.unit.strip():
-            raise ValueError(f"unit must be a word such as 'example' or 'patient', got {self.unit!r}")
+        _checks.unit("unit", self.unit)
         fix("n", _checks.whole_number("n", self.n, 1))
         fix("steps", _checks.whole_number("steps", self.steps, 0))
         for name, high in (("sample_rate", 1.0), ("max_grad_norm", math.inf)):
@@ -236,26 +235,14 @@ class DPSGDPlan:
             )
         noise_multiplier = find_noise_multiplier(
             target_epsilon=target_epsilon,
-            target_delta=delta,
+            target_delta=_left_of(delta, arithmetic),
             sample_rate=sample_rate,
             steps=steps,
             accountant=accountant,
         )
         if arithmetic == "float":
-            # A hair less of delta, and what `sensitivity` adds.
             parameters = _checks.whole_number("parameters", parameters, 1, 2**62)
-            noise_multiplier = floats.least_noise(
-                find_noise_multiplier(
-                    target_epsilon=target_epsilon,
-                    target_delta=delta * (1 - 1e-8),
-                    sample_rate=sample_rate,
-                    steps=steps,
-                    accountant=accountant,
-                ),
-                max_grad_norm,
-                n=n,
-                parameters=parameters,
-            )
+            noise_multiplier = floats.least_noise(noise_multiplier, max_grad_norm, n=n, parameters=parameters)
         return cls(
             n=n,
             sample_rate=sample_rate,
@@ -287,6 +274,8 @@ class DPSGDPlan:
         expected_batch_size: float | None = None,
         relation: str | None = None,
         accountant: str = "pld",
+        arithmetic: str = "real",
+        parameters: int | None = None,
         unit: str = "example",
     ) -> "DPSGDPlan":
         """The plan that uses up each example's own budget (individualised DP, Boenisch et al. 2023).
@@ -301,7 +290,8 @@ class DPSGDPlan:
             batch_size, epochs: the mean size of a batch, in (0, n], and how often an example is sampled on average
                 (over all of them), as in `for_epsilon`.
             method: "sample", which gives larger budgets a larger sample rate, or "scale", a larger clip norm.
-            expected_batch_size, relation, accountant, unit: as in `DPSGDPlan`; "scale" goes with "zero-out" alone.
+            expected_batch_size, relation, accountant, arithmetic, parameters, unit: as in `DPSGDPlan`; "scale" goes
+                with "zero-out" alone.
 
         Raises:
             ValueError: an argument outside its range, budgets that the method cannot use up, or unless exactly one of
@@ -319,7 +309,8 @@ class DPSGDPlan:
         sample_rate, steps = _rate_and_steps(n, sample_rate, steps, batch_size, epochs)
         budgets, which, counts = budgets_for(target_epsilons, n).unique(return_inverse=True, return_counts=True)
         rates, norms = sample_rate, max_grad_norm
-        run = {"target_delta": delta, "sample_rate": sample_rate, "steps": steps, "accountant": accountant}
+        run = {"sample_rate": sample_rate, "steps": steps, "accountant": accountant}
+        run["target_delta"] = _left_of(delta, arithmetic)
         if method == "sample" or len(budgets) == 1:
             sampled = sample_parameters(budgets, counts, **run)
             noise_multiplier = sampled.noise_multiplier
@@ -327,6 +318,9 @@ class DPSGDPlan:
         else:
             scaled = scale_parameters(budgets, counts, max_grad_norm=max_grad_norm, **run)
             noise_multiplier, norms = scaled.noise_multiplier, scaled.max_grad_norms[which]
+        if arithmetic == "float":
+            parameters = _checks.whole_number("parameters", parameters, 1, 2**62)
+            noise_multiplier = floats.least_noise(noise_multiplier, norms, n=n, parameters=parameters)
         return cls(
             n=n,
             sample_rate=rates,
@@ -336,6 +330,8 @@ class DPSGDPlan:
             delta=delta,
             expected_batch_size=expected_batch_size,
             relation=relation,
+            arithmetic=arithmetic,
+            parameters=parameters,
             accountant=accountant,
             unit=unit,
         )
@@ -541,8 +537,9 @@ class DPSGDPlan:
             raise ValueError("delta must be given for arithmetic='float', which counts what floats add at it, got None")
         else:
             worst = Guarantee(float(torch.as_tensor(self.epsilon(delta)).max()), delta)
+        whom: dict[str, Any] = {"relation": self.relation, "unit": self.unit}
         if not self.individual:
-            return LedgerEntry(worst)
+            return LedgerEntry(worst, **whom)
         if delta is not None:
             distinct, which = self.epsilon(delta).unique(return_inverse=True)
             items: list[Any] = [Guarantee(epsilon, delta) for epsilon in distinct.tolist()]
@@ -550,13 +547,18 @@ class DPSGDPlan:
             pairs = torch.stack(torch.broadcast_tensors(rates, noises), dim=-1)
             distinct, which = pairs.unique(dim=0, return_inverse=True)
             items = [SampledGaussian(rate, noise, self.steps) for rate, noise in distinct.tolist()]
-        return LedgerEntry(worst, promised=PersonalCosts.each(items, which))
+        return LedgerEntry(worst, promised=PersonalCosts.each(items, which), **whom)
 
     def config(self) -> State:
         """What the run does, as plain JSON values: all but `unit`; arrays as their length, mean and sha256. Equal plans
         give equal configs."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "unit"]
         return {name: _plain(getattr(self, name)) for name in names}
+
+
+def _left_of(delta: float, arithmetic: str) -> float:
+    """What of delta is left for the exact mechanism, where a hair of it pays for the law of the numbers of noise."""
+    return delta * (1 - 1e-8) if arithmetic == "float" else delta
 
 
 def _rate_and_steps(n: int, sample_rate: Any, steps: Any, batch_size: Any, epochs: Any) -> tuple[float, int]:

@@ -13,12 +13,6 @@ instead of coins.  The law is the same.
 From a `SecureStream`, from which runs draw, coins and gaps are exact.  From a `torch.Generator` a coin is a float64
 uniform, so that a rate holds to 2^-53; the uniforms behind the gaps have 106 bits, so that small rates hold to a
 relative n 2^-52.
-
->>> sampler = PoissonSampler(5, 0.4, torch.Generator().manual_seed(0))
->>> [sampler.draw().tolist() for _ in range(3)]
-[[], [1, 2, 4], [1, 2]]
->>> PoissonSampler(10**9, 2e-9, torch.Generator().manual_seed(1)).draw().tolist()
-[31498268, 158657061, 292108469, 389568296, 795610300, 853564864]
 """
 
 import math
@@ -52,6 +46,12 @@ class PoissonSampler:
         n: number of examples.
         sample_rate: probability of inclusion, a number or (n,), in (0, 1].
         generator: a torch.Generator, on whose device the draws are made, or a `SecureStream`.
+
+    >>> sampler = PoissonSampler(5, 0.4, torch.Generator().manual_seed(0))
+    >>> [sampler.draw().tolist() for _ in range(3)]
+    [[], [1, 2, 4], [1, 2]]
+    >>> PoissonSampler(10**9, 2e-9, torch.Generator().manual_seed(1)).draw().tolist()
+    [31498268, 158657061, 292108469, 389568296, 795610300, 853564864]
     """
 
     def __init__(self, n: int, sample_rate: float | torch.Tensor, generator: torch.Generator | SecureStream):

@@ -28,7 +28,6 @@ which is proved for epsilon below 1 only.  Weights are (data sets, seeds, parame
 """
 
 from dpcompanion.output_perturbation.bounds import (
-    NoiseCovariance,
     augmented_sigma,
     empirical_sensitivity,
     intrinsic_epsilon,
@@ -43,16 +42,10 @@ from dpcompanion.output_perturbation.bounds import (
 from dpcompanion.output_perturbation.grids import train_grid
 
 __all__ = [
-    "NoiseCovariance",
     "sgd_sensitivity",
-    "sgd_sensitivity_estimate",
-    "pairwise_sensitivity",
     "empirical_sensitivity",
-    "seed_sigma",
     "intrinsic_sigma",
     "intrinsic_epsilon",
     "augmented_sigma",
-    "noise_covariance",
-    "mahalanobis",
     "train_grid",
 ]

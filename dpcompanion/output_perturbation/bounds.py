@@ -137,6 +137,9 @@ def empirical_sensitivity(weights: Array) -> float:
 
     A maximum over the pairs that were tried, so a lower bound on the sensitivity. Raises ValueError for fewer than two
     data sets.
+
+    >>> empirical_sensitivity([[[0.0, 0.0]], [[3.0, 4.0]], [[0.0, 1.0]]])
+    5.0
     """
     return float(pairwise_sensitivity(weights).max())
 

@@ -12,13 +12,6 @@ regression with a bias, and one hidden layer of ReLU units.  Gradients of a batc
 summed and divided by `batch_size`, also in the last, smaller batch of an epoch, so
 that one example never moves the weights by more than theorem 2 allows.  Weights
 start as Keras starts them: uniform in :math:`\pm\sqrt{6/(\text{inputs} + \text{outputs})}`, biases 0.
-
->>> features = torch.randn(41, 3, generator=torch.Generator().manual_seed(0))
->>> labels = (features[:, 0] > 0).long()
->>> features = features / features.norm(dim=1, keepdim=True).clamp(min=1)
->>> weights = train_grid(features, labels, data_sets=(0, 5, 7), seeds=range(4), steps=50, batch_size=8, learning_rate=1)
->>> weights.shape           # data sets, seeds, parameters: three weights and the bias
-torch.Size([3, 4, 4])
 """
 
 import math
@@ -87,6 +80,14 @@ def train_grid(
         ValueError: bad input; for logistic regression also what breaks the conditions of theorem 2: a row norm above 1
             (the gradient's bound sqrt(2)), a learning rate above 2 / beta = 4 (steps would no
             longer be 1-expansive), or one below 1e-9 B (rounding would count).
+
+    >>> features = torch.randn(41, 3, generator=torch.Generator().manual_seed(0))
+    >>> labels = (features[:, 0] > 0).long()
+    >>> features = features / features.norm(dim=1, keepdim=True).clamp(min=1)
+    >>> weights = train_grid(features, labels, data_sets=(0, 5, 7), seeds=range(4), steps=50, batch_size=8,
+    ...                      learning_rate=1)
+    >>> weights.shape           # data sets, seeds, parameters: three weights and the bias
+    torch.Size([3, 4, 4])
     """
     data_sets, seeds = _check_grid(features, labels, data_sets, seeds, math.inf if not enforce_conditions else 1)
     n = len(features) - 1

@@ -39,31 +39,21 @@ from dpcompanion.per_instance.composition import (
     smallest_exponent,
 )
 from dpcompanion.per_instance.confidence import log_mean_bound
-from dpcompanion.per_instance.loss import DeltaEstimate, EpsilonEstimate, loss_delta, loss_divergence, loss_epsilon
+from dpcompanion.per_instance.loss import loss_divergence, loss_epsilon
 from dpcompanion.per_instance.proposals import proposal_counts, proposal_log_density, step_loss
 from dpcompanion.per_instance.steps import log_mass, step_divergence
-from dpcompanion.per_instance.tilted import CompositionEstimate, exact_composition, tilted_counts, tilted_noise
-from dpcompanion.per_instance.unlearning import Decision, naive_unlearning
+from dpcompanion.per_instance.tilted import exact_composition, tilted_counts, tilted_noise
+from dpcompanion.per_instance.unlearning import naive_unlearning
 from dpcompanion.per_instance.updates import update_divergence
 
 __all__ = [
-    "CompositionEstimate",
-    "Decision",
-    "DeltaEstimate",
-    "EpsilonEstimate",
     "compose",
     "compose_sensitivities",
-    "coupled_delta",
     "coupled_divergence",
     "coupled_epsilon",
     "exact_composition",
     "holder_epsilon",
     "holder_order",
-    "log_mass",
-    "log_mean_bound",
-    "log_runs_needed",
-    "loss_delta",
-    "loss_divergence",
     "loss_epsilon",
     "naive_unlearning",
     "proposal_counts",

@@ -103,30 +103,6 @@ def coupled_divergence(
     return _checks.as_given(found / (order - 1), *given)
 
 
-@overload
-def coupled_delta(
-    sensitivities: Sequence[float],
-    *,
-    sample_rate: float,
-    noise_std: float,
-    epsilon: float,
-    max_sensitivity: float | None = ...,
-    confidence: float | None = ...,
-    probabilities: Sequence[float] | None = ...,
-    direction: str = ...,
-) -> float: ...
-@overload
-def coupled_delta(
-    sensitivities: Array,
-    *,
-    sample_rate: Numbers,
-    noise_std: Numbers,
-    epsilon: Numbers,
-    max_sensitivity: float | None = ...,
-    confidence: float | None = ...,
-    probabilities: Array | None = ...,
-    direction: str = ...,
-) -> torch.Tensor: ...
 def coupled_delta(
     sensitivities: Array,
     *,
@@ -148,23 +124,7 @@ def coupled_delta(
     inequality nor a second delta.
 
     Args:
-        sensitivities: (batches, ...) values of :math:`\Delta(B)`, for independent batches B from the sampler of the
-            data set *without* x.
-        sample_rate, noise_std: q in (0, 1] and s > 0, numbers or (...).
-        epsilon: at least 0, a number or (...).
-        max_sensitivity: a bound on :math:`\Delta(B)` for every B; needed with a confidence.
-        confidence: if given, the result is an upper confidence bound at this level for each entry by itself; without
-            it the mean over the batches stands in for the expectation: an *estimate*.
-        probabilities: (batches,) of *all* batches, in place of draws: then the result is exact.
-        direction: "remove" or "add".
-
-    Returns:
-        A float of numbers and lists of them, else (...) float64.
-
-    Raises:
-        ValueError: an argument outside its range; an unknown direction; no batch; sensitivities above
-            `max_sensitivity`; a confidence without `max_sensitivity` or beside probabilities; probabilities that are
-            not one for each batch or do not sum to 1.
+        epsilon: at least 0, a number or (...). The others, what is returned and what is raised: see `coupled_epsilon`.
 
     >>> coupled_delta([0.5, 1.0, 1.5], sample_rate=0.1, noise_std=1.0, epsilon=0.2)
     0.0129...

@@ -21,8 +21,8 @@ far beyond. So a proposal may **jump**: at any step, with a small probability, x
 `REACH` (`proposal_counts`, `proposal_log_density`; "remove" alone, since the loss of "add" is bounded and orders are
 enough).
 
-What the numbers promise. `loss_delta` and the `estimate` of `loss_epsilon` are *estimates*: a path that no run took
-counts nothing. With a few dozen runs it is low more often than high, and its interval covers
+What the numbers promise. The `estimate` of `loss_epsilon` is an *estimate*: a path that no run took counts nothing.
+With a few dozen runs it is low more often than high, and its interval covers
 less than it says. What n runs prove is the `upper_bound`: the weighted values are at most :math:`1/c_l` times
 Chernoff's bound of the worst case, so that a confidence bound exists (`log_mean_bound`), but it cannot exclude paths
 rarer than 3/n of the mixture. A bound without sampling needs norms that are fixed beforehand: clip the point's
@@ -65,46 +65,8 @@ from dpcompanion._types import Array, Numbers
 from dpcompanion.accounting.search import bisect
 from dpcompanion.per_instance.confidence import log_mean_bound
 
-__all__ = ["DeltaEstimate", "EpsilonEstimate", "loss_delta", "loss_divergence", "loss_epsilon"]
-
 _LEVELS = 200  # epsilons that the upper bound tries, from the worst case down
 _HALVINGS = 60
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class DeltaEstimate:
-    """An unbiased estimate of a delta, and its standard error from the scatter over the runs; tensors of one shape."""
-
-    estimate: torch.Tensor
-    standard_error: torch.Tensor
-
-
-def loss_delta(losses: Array, log_densities: Array, *, epsilon: Numbers, shares: Array | None = None) -> DeltaEstimate:
-    r""":math:`\delta(\varepsilon) = E[(1 - e^{\varepsilon - S})_+ w]`, from independent runs by several proposals.
-
-    Args:
-        losses: (runs, ...) S of each run, the sum of its `step_loss`.
-        log_densities: (runs, proposals, ...) G of every proposal along each run, whichever sampled the run.
-        epsilon: at least 0, a number or (...).
-        shares: (proposals,) of the runs that were sampled by each, above 0, with the sum 1; equal by default.
-
-    Returns:
-        A `DeltaEstimate`. The estimate may exceed 1. One run has the standard error inf. Where runs are divided among
-        the proposals in fixed shares the true error is no larger than this one, which takes the proposal for drawn as
-        well.
-
-    Raises:
-        ValueError: shapes that do not fit, numbers that are not finite.
-
-    >>> losses, masses = torch.tensor([0.5, 1.5, 2.5]), torch.tensor([0.2, 0.3, 0.4])       # tilted at order 2
-    >>> found = loss_delta(losses, (losses - masses)[:, None], epsilon=1.0)
-    >>> print(f"{found.estimate:.3f} +- {found.standard_error:.3f}")
-    0.071 +- 0.036
-    """
-    losses, log_weights = _weighted(losses, log_densities, shares)
-    _checks.in_interval("epsilon", epsilon, 0, math.inf, closed="left")
-    epsilon = torch.as_tensor(epsilon, dtype=torch.float64, device=losses.device)
-    return DeltaEstimate(*_mean_and_error(_log_values(losses, log_weights, epsilon)))
 
 
 @overload

@@ -52,8 +52,6 @@ from dpcompanion.per_instance.batches import log_mean
 from dpcompanion.per_instance.confidence import log_mean_bound
 from dpcompanion.per_instance.steps import as_tensors
 
-__all__ = ["CompositionEstimate", "exact_composition", "tilted_counts", "tilted_noise"]
-
 _CHUNK = 1 << 22  # numbers in one temporary tensor
 
 

@@ -31,30 +31,26 @@ from dpcompanion.mechanism.noise import gaussian_noise, generators
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.mechanism.sampling import PoissonSampler
 from dpcompanion.seeds import derive_seed
-from dpcompanion.training.callbacks import Callbacks, History, Run
+from dpcompanion.training.callbacks import Callbacks, History
 from dpcompanion.training.checkpoints import Checkpoint
 from dpcompanion.training.ensembles import train_ensemble
 from dpcompanion.training.loop import train
 from dpcompanion.training.options import Performance, Track
 from dpcompanion.training.people import by_person
-from dpcompanion.training.runs import Ensemble
 from dpcompanion.training.tracking import NormTracker
 
 __all__ = [
     "Callbacks",
     "Checkpoint",
     "DPSGDPlan",
-    "Ensemble",
     "History",
     "NormTracker",
     "Performance",
     "PoissonSampler",
-    "Run",
     "Track",
     "by_person",
     "clipped_sum",
     "cross_entropy",
-    "derive_seed",
     "gaussian_noise",
     "generators",
     "gradient_norms",

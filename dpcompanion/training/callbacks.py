@@ -109,11 +109,7 @@ class History:
         Raises:
             ValueError: a delta outside its range.
         """
-        plan = self._own_plan()
-        delta = plan.delta if delta is None else delta
-        found = torch.as_tensor(plan.epsilon(delta), dtype=torch.float64).expand(plan.n)
-        filter = None if self.tracker is None else self.tracker.budget
-        return found if filter is None else torch.minimum(found, filter.epsilon(delta).cpu())
+        return promised(self._own_plan(), None if self.tracker is None else self.tracker.budget, delta)
 
     def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
         """What the run cost, for `accounting.Ledger.add`.
@@ -140,7 +136,7 @@ class History:
         account = tracker.ledger_entry().account if known else None
         filtered = tracker.budget is not None and delta is not None
         promise = entry_of(tracker.budget, delta) if filtered else plan.ledger_entry(delta)
-        return dataclasses.replace(promise, account=account)
+        return dataclasses.replace(promise, account=account, relation=plan.relation, unit=plan.unit)
 
     def statement(self) -> str:
         """What the run guarantees, in words: relation, sampler, constants, the steps that were taken, delta, accountant
@@ -226,6 +222,13 @@ class History:
         if path is not None:
             pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
         return text
+
+
+def promised(plan: DPSGDPlan, filter: Any = None, delta: float | None = None) -> torch.Tensor:
+    """The epsilon that a run promises to each example beforehand, (n,) float64, see `History.promised`."""
+    delta = plan.delta if delta is None else delta
+    found = torch.as_tensor(plan.epsilon(delta), dtype=torch.float64).expand(plan.n)
+    return found if filter is None else torch.minimum(found, filter.epsilon(delta).cpu())
 
 
 def _largest(epsilons):

@@ -16,16 +16,6 @@ The layers of all runs are stacked (`dpcompanion.gradients.stacking`), so that s
 whose steps are mostly calls, cost little more together than alone.  Models that cannot be taken
 apart into layers go through `torch.func.vmap` over runs and examples.  On a CPU the
 threads that PyTorch would use within one operation each take some of the runs.
-
->>> from dpcompanion.training import DPSGDPlan, cross_entropy, models, train_ensemble
->>> x, y = torch.randn(100, 2), torch.arange(100) % 2
->>> plans = [DPSGDPlan(n=100, sample_rate=0.1, steps=20, max_grad_norm=C, noise_multiplier=1.0, delta=1e-3)
-...          for C in (0.1, 1.0, 10.0)]
->>> ensemble = train_ensemble(models.linear(2, 2), cross_entropy, (x, y), plans, seeds=[0, 0, 0], learning_rate=0.1)
->>> ensemble.parameters["weight"].shape, ensemble.predict(x).shape
-(torch.Size([3, 2, 2]), torch.Size([3, 100, 2]))
->>> ensemble.model(2)
-Linear(in_features=2, out_features=2, bias=True)
 """
 
 import concurrent.futures
@@ -106,6 +96,16 @@ def train_ensemble(
     Raises:
         ValueError: for plans, models, members or data that do not fit together, a model that mixes examples or draws at
             random, a checkpoint of another ensemble, or a `torch.distributed` group of several processes.
+
+    >>> from dpcompanion.training import DPSGDPlan, cross_entropy, models, train_ensemble
+    >>> x, y = torch.randn(100, 2), torch.arange(100) % 2
+    >>> plans = [DPSGDPlan(n=100, sample_rate=0.1, steps=20, max_grad_norm=C, noise_multiplier=1.0, delta=1e-3)
+    ...          for C in (0.1, 1.0, 10.0)]
+    >>> ensemble = train_ensemble(models.linear(2, 2), cross_entropy, (x, y), plans, seeds=[0, 0, 0], learning_rate=0.1)
+    >>> ensemble.parameters["weight"].shape, ensemble.predict(x).shape
+    (torch.Size([3, 2, 2]), torch.Size([3, 100, 2]))
+    >>> ensemble.model(2)
+    Linear(in_features=2, out_features=2, bias=True)
     """
     check_one_process("train_ensemble", "give each process its own runs before the group is initialised")
     callbacks, checkpoint = check_extras(callbacks, checkpoint)

@@ -26,6 +26,7 @@ from dpcompanion._types import Loss
 from dpcompanion.gradients import checks, proof
 from dpcompanion.training.checkpoints import digest_of
 from dpcompanion.training.collating import Reader, called, targets_in, tensors_in
+from dpcompanion.training.owners import is_array
 from dpcompanion.training.people import OfPersons, by_person
 
 #: Two tensors (x, y) of equally many examples, a map-style data set, or what `by_person` gives.
@@ -127,8 +128,8 @@ def examples_of(
     """The examples of `data`, n of them if that is given; persons, where `people` and `at_most` say whose each row is.
 
     Raises:
-        ValueError: for what is neither two tensors of equally many examples nor a map-style data set, or of another n;
-            for a `collate_fn` of what is no data set.
+        ValueError: for what is neither two tensors of equally many examples (with people, or arrays) nor a map-style
+            data set, or of another n; for a `collate_fn` of what is no data set.
     """
     examples = all(hasattr(data, name) for name in ("rows", "part", "probe", "seen"))  # already, such as persons
     tensors = isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(t, torch.Tensor) for t in data)
@@ -143,7 +144,8 @@ def examples_of(
                 "people and at_most must be given both, or neither, as where data are persons already, got "
                 f"people={type(people).__name__}, at_most={at_most!r} and a {type(data).__name__}"
             )
-        x, y = data if tensors else (data, None)
+        arrays = collate_fn is None and isinstance(data, (tuple, list)) and len(data) == 2 and all(map(is_array, data))
+        x, y = data if arrays else (data, None)
         return by_person(x, y, people, at_most=at_most, collate_fn=collate_fn)
     if examples:
         if n not in (None, len(data)):

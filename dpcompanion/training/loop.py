@@ -14,14 +14,6 @@ that was cut off goes on where it stopped and ends bit for bit where it would ha
 
 The history holds training losses and batch sizes.  They are not private: the
 guarantee covers the model's weights, not what is logged beside them.
-
->>> from dpcompanion.training import DPSGDPlan, cross_entropy, train
->>> model = torch.nn.Linear(2, 2)
->>> data = torch.randn(100, 2), torch.arange(100) % 2
->>> plan = DPSGDPlan(n=100, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
->>> history = train(model, cross_entropy, data, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
->>> len(history.batch_sizes), len(history.epochs)
-(20, 2)
 """
 
 import contextlib
@@ -101,7 +93,8 @@ def train(
 
     Args:
         model: a module that treats examples one by one: no batch norm, unless it is in evaluation mode and stays there,
-            and nothing that is spread over processes, such as DistributedDataParallel: give the module itself.
+            and nothing that is spread over processes, such as DistributedDataParallel, `fully_shard` (FSDP) and models
+            with DTensors: give the module itself.
         loss: (outputs, targets) -> (n,), such as `cross_entropy`; outputs are whatever the model returns. Where a batch
             is a mapping: (outputs, batch) -> (n,), such as `dpcompanion.huggingface.per_example_loss` gives.
         data: (x, y), tensors of plan.n examples each; or a map-style data set with plan.n items (x, y) or mappings, of
@@ -117,7 +110,7 @@ def train(
             targets) or a mapping, nested as it may be, of tensors with the examples first. It may pad to the longest
             of a draw (`dpcompanion.training.collating`).
         people: who each row of the data belongs to, (rows,), where the plan's n examples are persons; with `at_most`
-            as of `by_person`, which knows persons without rows, too.
+            as of `by_person`, which knows persons without rows, too. Data may then be arrays or pandas columns.
         at_most: with people, how many rows of a person enter a step at most.
         track: a `Track`: keep an account of each example, of which `History.epsilons` tells.
         filter: an `ExactFilter` or `RenyiFilter` of the plan (`ExactFilter.for_plan`): it says to what each example is
@@ -150,6 +143,14 @@ def train(
             things, read another checkpoint, or come to have different weights; what one rank raises ends all the
             others.
         RuntimeError: another rank ended the run by an error that is no ValueError.
+
+    >>> from dpcompanion.training import DPSGDPlan, cross_entropy, train
+    >>> model = torch.nn.Linear(2, 2)
+    >>> data = torch.randn(100, 2), torch.arange(100) % 2
+    >>> plan = DPSGDPlan(n=100, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+    >>> history = train(model, cross_entropy, data, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+    >>> len(history.batch_sizes), len(history.epochs)
+    (20, 2)
     """
     with distributed.joined() as ranks:
         callbacks, checkpoint = check_extras(callbacks, checkpoint)

@@ -19,7 +19,7 @@ The last two read token numbers (n, positions), 0 for none, as `dpcompanion.data
 make them.
 
 >>> model = mnist_cnn(seed=0)
->>> parameter_count(model)
+>>> sum(p.numel() for p in model.parameters())
 26010
 >>> model(torch.zeros(5, 1, 28, 28)).shape
 torch.Size([5, 10])
@@ -37,12 +37,6 @@ from torch import nn
 from dpcompanion.gradients.reparametrized import Reparametrized
 from dpcompanion.gradients.tensors import squared_norms
 from dpcompanion.seeds import derive_key, jittered, seed_torch
-
-
-def parameter_count(model):
-    """Number of trainable parameters."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
 
 _Model = TypeVar("_Model", bound=nn.Module, covariant=True)
 

@@ -1,9 +1,6 @@
 """What `train` may be given beside model, loss, data and plan: `Track`, an account of each example, and `Performance`.
 
 Neither repeats a number of the plan, nor model, loss or data: `train` hands those on.
-
->>> Track(clipping="individual", updates_per_epoch=2).running, Performance(precision="bf16").method
-(False, 'auto')
 """
 
 import dataclasses
@@ -41,6 +38,9 @@ class Track:
     Raises:
         ValueError: an argument outside its range, or no passes without `running`; `rounding` and `accountant` are
             checked when the account is made.
+
+    >>> Track(clipping="individual", updates_per_epoch=2).running
+    False
     """
 
     clipping: str = "maximum"
@@ -79,6 +79,9 @@ class Performance:
 
     Raises:
         ValueError: an unknown `method` or `precision`, or a `microbatch_size` that is not a whole number above 0.
+
+    >>> Performance(precision="bf16").method
+    'auto'
     """
 
     method: str = "auto"

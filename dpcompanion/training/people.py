@@ -43,7 +43,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -53,6 +52,7 @@ from dpcompanion.gradients import checks, proof
 from dpcompanion.gradients.batches import Batch, tree_of
 from dpcompanion.training.checkpoints import digest_of
 from dpcompanion.training.collating import Reader, call, called, targets_in
+from dpcompanion.training.owners import is_array, owners_of, rows_of
 
 COMBINED = ("mean", "sum")
 
@@ -62,7 +62,7 @@ PRESENT = "place holds a row"
 
 def by_person(
     x: Any,
-    y: torch.Tensor | None = None,
+    y: Array | None = None,
     people: Any = None,
     *,
     at_most: int,
@@ -73,13 +73,15 @@ def by_person(
     """Data for `train`, a `NormTracker` and `gradient_norms` whose examples are persons; see the module's text.
 
     Args:
-        x, y: tensors of the rows, in any order; or x alone, a map-style data set of rows, which are read when their
+        x, y: tensors, arrays or pandas columns of the rows, in any order. Floats stay in their precision, which must be
+            the model's (``x.astype("float32")``). Or x alone, a map-style data set of rows, which are read when their
             person is sampled.
-        people: (rows,), who each row belongs to: numbers or texts.
+        people: (rows,), who each row belongs to: a list, array or pandas column, categorical too, of whole numbers, of
+            texts, or of hashable names of one other type that are compared by value, such as dates or UUIDs.
         at_most: k, how many rows of a person enter a step at most; above 0.
         combine: "mean" or "sum", what a person's loss is of those of their rows.
         persons: every person's name, each once, in the order of accounts and budgets; by default those of `people`,
-            sorted. Persons without a row are given here: they take part with a gradient of zero.
+            sorted, if they have an order. Persons without a row are given here: they take part with a gradient of zero.
         collate_fn: with a data set, list of rows -> batch, as in `train`.
 
     Returns:
@@ -88,18 +90,18 @@ def by_person(
         table, such as the budgets that persons consented to (ValueError for a person whose rows disagree).
 
     Raises:
-        ValueError: naming the argument; for a row without a person, with several persons, or of one who is not in
-            `persons`.
+        ValueError: naming the argument; for a row without a person, with several persons (a tuple or list), or of one
+            who is not in `persons`.
     """
     options = {"at_most": at_most, "combine": combine, "persons": persons}
     if people is None:
         raise ValueError("people must name a person for each row, got None")
-    if y is not None or isinstance(x, torch.Tensor):
+    if y is not None or is_array(x):
         if collate_fn is not None:
-            raise ValueError("collate_fn must go with a data set of rows, got tensors x and y beside it")
+            raise ValueError("collate_fn must go with a data set of rows, got x and y beside it")
         return Persons(x, y, people, **options)
     if not hasattr(x, "__getitem__") or not hasattr(x, "__len__") or not len(x):
-        raise ValueError(f"x must be a tensor or a map-style data set of one row at least, got a {type(x).__name__}")
+        raise ValueError(f"x must be an array or a map-style data set of one row at least, got a {type(x).__name__}")
     checks.check_batched(x, "x")
     checks.check_forgets_items(x, "x")
     return PersonItems(Reader(x, collate_fn), people, **options)
@@ -190,11 +192,12 @@ class OfPersons(Ownership, abc.ABC):
 
 
 class Persons(OfPersons):
-    """Persons whose rows lie in two tensors."""
+    """Persons whose rows lie in two tensors, or in what `rows_of` makes one of."""
 
     def __init__(self, x, y, people, **options):
-        if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
-            raise ValueError(f"x and y must be tensors, got a {type(x).__name__} and a {type(y).__name__}")
+        if y is None:
+            raise ValueError(f"y must hold the targets of the rows of x, a {type(x).__name__}, got None")
+        x, y = rows_of("x", x), rows_of("y", y)
         if not x.ndim or not y.ndim or len(x) != len(y):
             raise ValueError(f"x and y must have as many rows, got shapes {tuple(x.shape)} and {tuple(y.shape)}")
         self.x, self.y = x, y
@@ -380,58 +383,6 @@ def draws_at_random(model: torch.nn.Module) -> bool:
         if module.training
         for name, value in vars(module).items()
     )
-
-
-def owners_of(people: Any, rows: int, persons: Any = None) -> tuple[np.ndarray, torch.Tensor]:
-    """(names (n,), whose each row is as an index of these (rows,) int64).
-
-    Raises:
-        ValueError: for a row with no person or several, for `persons` that are not distinct or lack one.
-    """
-
-    def column(name, values):
-        values = values.cpu().numpy() if isinstance(values, torch.Tensor) else _checks.unlabelled(values)
-        if not isinstance(values, np.ndarray):
-            values = list(values)
-            if any(isinstance(each, (list, tuple, set, frozenset, np.ndarray, torch.Tensor)) for each in values):
-                raise ValueError(
-                    f"{name} must name one person a row, got a row with several: what one owner's clipped gradient "
-                    "hides is not what the others change; give each row to one person"
-                )
-            texts = {isinstance(each, str) for each in values}
-            values = np.asarray(values, dtype=object if len(texts) > 1 else None)
-        if values.ndim != 1:
-            raise ValueError(
-                f"{name} must name one person a row, shape ({rows if name == 'people' else 'n'},), got shape "
-                f"{values.shape}; a row with several owners must be given to one of them"
-            )
-        if values.dtype.kind == "O" and len({type(each) for each in values}) > 1 or values.dtype.kind not in "biufUSO":
-            raise ValueError(f"{name} must be all numbers or all texts, none missing, got {values.dtype} of mixed type")
-        if values.dtype.kind == "O":
-            values = values.astype(str) if all(isinstance(each, str) for each in values) else values.astype(np.int64)
-        if values.dtype.kind == "f" and not (np.isfinite(values) & (values == np.round(values))).all():
-            raise ValueError(f"{name} must be whole numbers or texts, none missing, got {values.dtype} with others")
-        return values.astype(np.int64) if values.dtype.kind in "buf" else values
-
-    found = column("people", people)
-    if len(found) != rows:
-        raise ValueError(f"people must name a person for each of the {rows} rows, got {len(found)}")
-    if persons is None:
-        if not rows:
-            raise ValueError("people must name one person at least, got no row; or give persons")
-        names, owners = np.unique(found, return_inverse=True)
-        return names, torch.from_numpy(owners.astype(np.int64))
-    names = column("persons", persons)
-    order = np.argsort(names, kind="stable")
-    if not len(names) or len(np.unique(names)) != len(names):
-        raise ValueError(f"persons must be distinct, one at least, got {len(names)} of which some are alike")
-    if rows and (found.dtype.kind == "i") != (names.dtype.kind == "i"):
-        raise ValueError(f"persons must be of the type of people, {found.dtype}, got {names.dtype}")
-    places = np.searchsorted(names, found, sorter=order).clip(max=len(names) - 1) if rows else np.zeros(0, np.int64)
-    owners = order[places]
-    if rows and not (names[owners] == found).all():
-        raise ValueError(f"persons must hold every name in people, but lacks {found[names[owners] != found][0]!r}")
-    return names, torch.from_numpy(owners.astype(np.int64))
 
 
 def grouped(owners: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -120,10 +120,10 @@ class Ensemble:
 
     def _take_model(self, models, loss, x, y):
         """Check data and models, and put the models' parameters in `vectors`."""
-        self._template = copy.deepcopy(models[0]).to(self.device)
-        self.x, self.y, self.loss = x.to(self.device), y.to(self.device), loss
         for one in models:
             checks.check_alone(one, opacus=True)
+        self._template = copy.deepcopy(models[0]).to(self.device)
+        self.x, self.y, self.loss = x.to(self.device), y.to(self.device), loss
         checks.check_model(self._template)
         checks.check_types(self._template, x)
         checks.check_sums(self._template)

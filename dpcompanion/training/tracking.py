@@ -30,16 +30,6 @@ In `train`::
     tracker.epsilon(1e-5)                                       # (n,)
 
 For a loop of one's own, with Opacus for instance, see `dpcompanion.training.stepping`.
-
->>> from dpcompanion.training import DPSGDPlan, cross_entropy, train
->>> model = torch.nn.Linear(2, 2)
->>> data = torch.randn(100, 2), torch.arange(100) % 2
->>> plan = DPSGDPlan(n=100, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
->>> tracker = NormTracker.for_plan(plan, model, cross_entropy, data, updates_per_epoch=2, clipping="individual")
->>> history = train(model, cross_entropy, data, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seed=0,
-...                 trackers=[tracker])
->>> tracker.exact, tracker.passes, bool((tracker.epsilon(1e-3) <= plan.epsilon()).all())
-(True, 4, True)
 """
 
 import dataclasses
@@ -86,6 +76,16 @@ class NormTracker(OwnLoop):
 
     Raises:
         ValueError: an argument outside its range, or options that contradict each other.
+
+    >>> from dpcompanion.training import DPSGDPlan, cross_entropy, train
+    >>> model = torch.nn.Linear(2, 2)
+    >>> data = torch.randn(100, 2), torch.arange(100) % 2
+    >>> plan = DPSGDPlan(n=100, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+    >>> tracker = NormTracker.for_plan(plan, model, cross_entropy, data, updates_per_epoch=2, clipping="individual")
+    >>> history = train(model, cross_entropy, data, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seed=0,
+    ...                 trackers=[tracker])
+    >>> tracker.exact, tracker.passes, bool((tracker.epsilon(1e-3) <= plan.epsilon()).all())
+    (True, 4, True)
     """
 
     def __init__(

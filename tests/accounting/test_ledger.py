@@ -20,6 +20,7 @@ from dpcompanion.accounting import (
     Guarantee,
     Laplace,
     Ledger,
+    LedgerEntry,
     SampledGaussian,
     compute_delta,
     compute_epsilon,
@@ -30,6 +31,8 @@ from dpcompanion.accounting import (
     selection,
     trade_off,
 )
+from dpcompanion.filters import RenyiFilter
+from dpcompanion.individual import IndividualAccountant
 from dpcompanion.training import DPSGDPlan
 
 GRID, COARSE = {"value_discretization_interval": 1e-4}, {"value_discretization_interval": 1e-3}
@@ -203,7 +206,8 @@ def test_so_little_noise_that_no_grid_resolves_it_costs_the_sum():
 def test_a_plan_an_opacus_history_and_another_ledger_are_items():
     plan = DPSGDPlan(n=100, sample_rate=0.01, steps=500, max_grad_norm=0.5, noise_multiplier=1.0, delta=1e-5)
     other = Ledger.from_opacus([(1.2, 0.02, 500)])
-    assert Ledger([plan, other]) == TWO == Ledger().add(plan).add(TWO.items[1])
+    added = LedgerEntry(TWO.items[0], relation="zero-out")
+    assert Ledger([plan, other]) == Ledger([added, TWO.items[1]]) == Ledger().add(plan).add(TWO.items[1]) != TWO
     assert hash(TWO) == hash(Ledger(TWO.items)) and len(TWO) == 2
     norms = torch.tensor([0.5, 1.5], dtype=torch.float64)
     unequal = DPSGDPlan(n=2, sample_rate=[0.1, 0.2], steps=5, max_grad_norm=norms, noise_multiplier=3.0, delta=1e-5)
@@ -213,6 +217,57 @@ def test_a_plan_an_opacus_history_and_another_ledger_are_items():
     assert accountant.get_epsilon(1e-5) == pytest.approx(
         Ledger([Laplace(2.0), Gaussian(3.0, 2), *TWO.items]).epsilon(1e-5), rel=1e-3
     )
+
+
+RUN = dict(n=100, sample_rate=0.1, steps=5, max_grad_norm=1.0, noise_multiplier=3.0, delta=1e-3)
+ZERO_OUT = DPSGDPlan(**RUN, unit="patient")
+ADD_REMOVE = DPSGDPlan(**RUN, unit="patient", expected_batch_size=10)
+
+
+def whom(items, relation="add-remove"):
+    """What a statement says of neighbours, and of its items."""
+    said = Ledger(items, relation=relation).statement(1e-3)
+    return said.partition(";" if "zero-out;" not in said else "),")[0], said.partition("Composed: ")[2]
+
+
+def test_a_statement_says_the_relation_that_all_items_hold_for():
+    words = (
+        "Neighbours differ in one patient, whose data are left out of one of them (zero-out; the number of patients is"
+    )
+    assert Ledger([ZERO_OUT]).statement(1e-3).startswith(words)
+    assert whom([ADD_REMOVE])[0] == "Neighbours differ by adding or removing one patient"
+    assert whom([ZERO_OUT, ADD_REMOVE], "replace")[0] == "Neighbours differ by one patient that replaces another"
+    assert (
+        whom([SampledGaussian(0.1, 3.0, 5)])[0] == "Neighbours differ by adding or removing one example" == whom([])[0]
+    )
+    mixed = Ledger([ADD_REMOVE, ZERO_OUT])
+    assert mixed.neighbours == "zero-out" and mixed.statement(1e-3).startswith(words)
+    first, second = whom([ADD_REMOVE, ZERO_OUT])[1].split(";")
+    assert first.endswith("(add-remove)") and "(zero-out)." in second
+    assert "zero-out" not in whom([ZERO_OUT])[1]
+    assert Ledger.from_json(mixed.to_json()) == mixed and Ledger([mixed]).neighbours == "zero-out"
+    assert Ledger([ADD_REMOVE]).epsilon(1e-3) == Ledger([ZERO_OUT]).epsilon(1e-3)
+
+
+def test_a_statement_names_each_unit_where_items_have_different_ones():
+    ledger = Ledger([ZERO_OUT]).add(LedgerEntry(Gaussian(9.0), label="means", relation="zero-out", unit="row"))
+    said = ledger.statement(1e-3)
+    assert "one unit" in said and "a unit is one patient or one row, as each item says" in said
+    assert "(one patient); Gaussian noise of scale 9 (means, one row)." in said and ledger.units == ("patient", "row")
+    assert Ledger.from_json(ledger.to_json()) == ledger
+
+
+def test_relation_and_unit_are_those_of_the_plan_in_accounts_filters_and_the_best_run():
+    account = IndividualAccountant.for_plan(ADD_REMOVE)
+    account.record(torch.ones(100), steps=5)
+    bare = IndividualAccountant(1, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
+    bare.record([1.0])
+    assert (Ledger([account]).neighbours, Ledger([bare]).neighbours) == ("add-remove", "zero-out")
+    filter = RenyiFilter.for_plan(ADD_REMOVE, 1.0)
+    best = select_best(Ledger([ZERO_OUT]), mean=2)
+    for item, neighbours in ((filter, "add-remove"), (best, "zero-out")):
+        ledger = Ledger().add(item, delta=1e-4)
+        assert ledger.neighbours == neighbours and ledger.units == ("patient",)
 
 
 @pytest.mark.parametrize("distribution, shape", [("poisson", np.inf), ("geometric", 1)])
@@ -243,6 +298,9 @@ def test_selection_of_pure_mechanisms_is_three_times_one():
         (lambda: Guarantee(-1.0, 0.0), "epsilon"),
         (lambda: Guarantee(1.0, 1.0), "delta"),
         (lambda: Ledger(["a run"]), "item"),
+        (lambda: LedgerEntry(Gaussian(1.0), relation="replace"), "relation"),
+        (lambda: LedgerEntry(Gaussian(1.0), unit=""), "unit"),
+        (lambda: Ledger.from_json('{"ledger": [{"kind": "Laplace", "scale": 1, "relation": "swap"}]}'), "relation"),
         (lambda: Ledger().add(Gaussian(1.0), label=3), "label"),
         (lambda: TWO.epsilon(0.0), "delta"),
         (lambda: TWO.delta(-1.0), "epsilon"),

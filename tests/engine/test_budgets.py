@@ -1,6 +1,7 @@
 """The engine with a filter: everybody pays for what their own gradients are clipped to, and no budget is exceeded."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -8,10 +9,13 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from dpcompanion.accounting import Ledger
 from dpcompanion.attacks import epsilon_lower_bound
 from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.idp import IndividualizedPrivacyEngine
-from dpcompanion.training import cross_entropy, gradient_norms
+from dpcompanion.training import DPSGDPlan, cross_entropy, gradient_norms
+
+from ..refusals import refused, refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:mean of empty")
 N, BATCHES, CLIP, NOISE, DELTA = 24, 3, 0.6, 2.0, 1e-3
@@ -182,8 +186,7 @@ def test_norms_are_measured_as_often_as_was_asked_and_bounded():
     # Not finite, or longer than the clip norm: in full, and then what is left. Nothing costs nothing.
     assert filter.spent[:5].tolist() == [9, 9, 9, 9, 0] and not bool(filter.spent[4:].any())
     engine, *parts = private(exact(), norms=lambda: torch.ones(3))
-    with pytest.raises(ValueError, match="norms"):
-        train(*parts)
+    refused("norms", train, *parts)
 
 
 def by_layers(model, x, y):
@@ -253,6 +256,24 @@ def test_a_model_that_is_not_wrapped_is_measured_alike(mode):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("kind", [ExactFilter, RenyiFilter])
+def test_the_statement_names_the_filter_s_epsilons_at_the_delta_of_its_targets(kind):
+    delta, targets = 1e-3, torch.where(torch.arange(N) % 2 == 0, 1.0, 2.0)
+    run = dict(n=N, sample_rate=1 / BATCHES, steps=12, max_grad_norm=CLIP, noise_multiplier=NOISE, delta=delta)
+    filter = kind.for_plan(DPSGDPlan(**run), targets)
+    engine, model, *parts = private(filter, unit="patient")
+    found = re.findall(r"promised beforehand epsilon (\S+) to (\S+) at delta 0.001\.", engine.statement())
+    low, high = map(float, found[0])
+    assert low - 1e-3 <= float(filter.epsilon(delta).min()) <= low <= 1.001
+    assert high - 1e-3 <= float(filter.epsilon(delta).max()) <= high <= 2.001
+    assert f"({kind.__name__})" in engine.statement() and "each patient is charged" in engine.statement()
+    ledger = Ledger().add(engine, delta=delta)
+    assert (ledger.neighbours, ledger.units) == ("zero-out", ("patient",))
+    with pytest.warns(RuntimeWarning, match="less noise"):
+        engine.accountant.void("less noise")
+    assert "no epsilon holds" in engine.statement() and "promised" not in engine.statement()
+
+
 @pytest.mark.parametrize("make", [exact, renyi])
 def test_a_run_with_a_filter_goes_on_from_a_checkpoint(make, tmp_path):
     def made():
@@ -261,7 +282,8 @@ def test_a_run_with_a_filter_goes_on_from_a_checkpoint(make, tmp_path):
 
     filter, engine, model, optimizer, *rest = made()
     assert "(zero-out; the number of examples, " in engine.statement()
-    assert f"own gradient norms, by {type(filter).__name__}." in engine.statement()
+    promise = f"By its filter ({type(filter).__name__}) it promised beforehand an epsilon at each delta"
+    assert promise in engine.statement() and "Epsilon at most" not in engine.statement()
     train(model, optimizer, *rest, epochs=1)  # three steps: in the middle of a block
     engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
     train(model, optimizer, *rest, epochs=3)
@@ -289,8 +311,7 @@ def test_a_checkpoint_that_allows_more_than_the_filter_is_refused(change, messag
     engine, *parts = private(exact())
     train(*parts, epochs=1)
     state = engine.accountant.state_dict()
-    with pytest.raises(ValueError, match=message):
-        engine.accountant.load_state_dict(state | {"budgets": state["budgets"] | change})
+    refused(message, engine.accountant.load_state_dict, state | {"budgets": state["budgets"] | change})
 
 
 def test_the_epsilons_are_the_promise_of_the_filter_until_noise_is_missing():
@@ -314,45 +335,22 @@ class Dictionaries(Dataset):
         return {"x": torch.ones(4, dtype=torch.float64), "y": 0}
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"filter": object()}, "filter"),
-        ({"filter": exact(sample_rate=0.3)}, "filter"),
-        (
-            {
-                "filter": ExactFilter(
-                    3,
-                    sample_rate=1 / 3,
-                    noise_multiplier=2.0,
-                    max_grad_norm=1.0,
-                    levels=[1.0],
-                    costs=[1],
-                    budget=3,
-                    steps=3,
-                )
-            },
-            "filter",
-        ),
-        ({"loss": None}, "loss or norms"),
-        ({"loss": cross_entropy, "norms": list}, "loss or norms"),
-        ({"updates_per_epoch": 0}, "updates_per_epoch"),
-        ({"epochs": 0}, "epochs must"),
-        ({"mode": "no_op"}, "grad_sample_mode"),
-        ({"batch_first": False}, "norms"),
-    ],
-)
-def test_bad_input_is_refused_by_name(change, message):
-    with pytest.raises(ValueError, match=message):
-        private(**{"filter": exact(), **change})
+def test_bad_input_is_refused_by_name():
+    run = dict(sample_rate=1 / 3, noise_multiplier=2.0, max_grad_norm=1.0, steps=3)
+    few, good = ExactFilter(3, **run, levels=[1.0], costs=[1], budget=3), {"filter": exact()}
+    refuses(
+        private, good, filter=[object(), exact(sample_rate=0.3), few], loss=[None], updates_per_epoch=[0], epochs=[0]
+    )
+    refuses(private, good | {"loss": cross_entropy}, norms=[list])
+    for change, message in (({"mode": "no_op"}, "grad_sample_mode"), ({"batch_first": False}, "norms")):
+        refused(message, private, exact(), **change)
 
 
 def test_batches_that_are_no_pairs_need_norms_of_ones_own():
     _, model, optimizer, _, loader = private(exact(), dataset=Dictionaries())
     batch = next(iter(loader))
     nn.functional.cross_entropy(model(batch["x"]), batch["y"]).backward()
-    with pytest.raises(ValueError, match="norms"):
-        optimizer.step()
+    refused("norms", optimizer.step)
 
 
 def test_the_filters_of_two_runs_are_not_mixed_up():

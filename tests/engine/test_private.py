@@ -27,6 +27,8 @@ from dpcompanion.attacks import epsilon_lower_bound
 from dpcompanion.idp import IndividualizedPrivacyEngine, budgets_for
 from dpcompanion.training.checkpoints import write_checkpoint
 
+from ..refusals import refused, refuses
+
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:mean of empty")
 N, DELTA = 60, 1e-5
 BUDGETS = torch.tensor([1.0, 2.0, 4.0]).repeat_interleave(20)
@@ -140,8 +142,7 @@ def test_budgets_are_one_number_one_for_each_or_shares():
     expected = private(budgets=dealt)[0]
     assert torch.equal(shares.noise_multipliers, expected.noise_multipliers)
     assert int((dealt == 1.0).sum()) == N // 4
-    with pytest.raises(ValueError, match="target_epsilons.*shares"):
-        private(budgets={1.0: 0.25, 4.0: 0.7})
+    refused("target_epsilons.*shares", private, budgets={1.0: 0.25, 4.0: 0.7})
 
 
 def test_with_a_different_budget_for_everybody_nobody_exceeds_it():
@@ -331,10 +332,8 @@ def test_no_gradient_is_longer_than_its_clip_norm_in_a_model_of_two_types():
 
 
 def test_parameters_to_which_noise_cannot_go_in_full_are_refused():
-    with pytest.raises(ValueError, match="module"):
-        private(model=nn.Linear(4, 3, dtype=torch.complex64))
-    with pytest.raises(ValueError, match="weight"):
-        private(model=nn.Linear(4, 3).bfloat16(), grad_sample_mode="ghost")
+    refused("module", private, model=nn.Linear(4, 3, dtype=torch.complex64))
+    refused("weight", private, model=nn.Linear(4, 3).bfloat16(), grad_sample_mode="ghost")
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
@@ -423,8 +422,7 @@ def test_there_is_one_sequence_of_draws_and_no_pass_is_a_way_out_of_it():
         assert loader.dataset.handed_out == own
     iterator = iter(loader)
     next(iterator)
-    with pytest.raises(ValueError, match="draw"):
-        steps(model, optimizer, iterator)
+    refused("draw", steps, model, optimizer, iterator)
 
 
 def test_two_passes_at_once_hand_out_no_draw_that_was_a_step():
@@ -445,8 +443,7 @@ def test_a_batch_serves_one_step_only():
         nn.functional.cross_entropy(model(x), y).backward()
         if attempt == 0:
             optimizer.step()
-    with pytest.raises(ValueError, match="batch"):
-        optimizer.step()
+    refused("batch", optimizer.step)
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
@@ -463,16 +460,14 @@ def test_other_examples_than_those_handed_out_are_refused(mode):
 def test_a_step_without_the_loader_is_refused():
     _, model, optimizer, _ = private()
     nn.functional.cross_entropy(model(torch.randn(5, 4)), torch.zeros(5, dtype=torch.long)).backward()
-    with pytest.raises(ValueError, match="loader"):
-        optimizer.step()
+    refused("loader", optimizer.step)
 
 
 def test_the_engine_refuses_shorter_products_of_float32():
     _, model, optimizer, loader = private()
     torch.set_float32_matmul_precision("medium")
     try:
-        with pytest.raises(ValueError, match="full float32"):
-            steps(model, optimizer, loader)
+        refused("full float32", steps, model, optimizer, loader)
     finally:
         torch.set_float32_matmul_precision("highest")
 
@@ -580,8 +575,7 @@ def test_a_single_empty_draw_that_is_left_out_is_refused():
         if not len(x):
             break
         steps(model, optimizer, [(x, y)])
-    with pytest.raises(ValueError, match="empty"):
-        steps(model, optimizer, [next(draws)])
+    refused("empty", steps, model, optimizer, [next(draws)])
 
 
 def test_every_group_is_drawn_at_its_own_rate_and_independently():
@@ -635,8 +629,7 @@ def test_a_checkpoint_from_before_the_steps_taken_is_refused():
     engine, model, optimizer, loader = private()
     start = engine.accountant.state_dict()
     steps(model, optimizer, loader)
-    with pytest.raises(ValueError, match="state_dict"):
-        engine.accountant.load_state_dict(start)
+    refused("state_dict", engine.accountant.load_state_dict, start)
     engine.accountant.load_state_dict(engine.accountant.state_dict())
     assert len(engine.accountant) == 4
 
@@ -688,6 +681,7 @@ def test_a_ledger_takes_the_engine_with_all_of_its_planned_steps(method):
     assert (own <= BUDGETS + 1e-9).all() and (own > 0.98 * BUDGETS).all()
     steps(model, optimizer, loader)
     assert torch.equal(Ledger().add(engine).epsilons(DELTA), own)
+    assert ledger.neighbours == "zero-out" and ledger.units == ("example",)
     with pytest.raises(ValueError, match="no budgets"):
         Ledger().add(IndividualizedPrivacyEngine())
 
@@ -711,8 +705,7 @@ def test_a_checkpoint_that_was_damaged_is_refused_before_anything_is_loaded(tmp_
             again.load_checkpoint(path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
     assert len(again.accountant) == 0 and torch.equal(before, weights(second))
     write_checkpoint(tmp_path / "run.pt", {"identity": {"seed": 0}, "content": {}})
-    with pytest.raises(ValueError, match="another's"):
-        again.load_checkpoint(path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
+    refused("another's", again.load_checkpoint, path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
     with pytest.raises(ValueError, match="checkpoint_dict"):
         engine.save_checkpoint(path=tmp_path / "run.pt", module=model, checkpoint_dict={"code": print})
 
@@ -731,19 +724,16 @@ def test_a_checkpoint_may_be_an_open_file():
 @pytest.mark.parametrize("taken", [132, -1, 2.5, True, math.nan])
 def test_a_checkpoint_of_steps_that_cannot_be_is_refused(taken):
     engine = private()[0]
-    with pytest.raises(ValueError, match="steps"):
-        engine.accountant.load_state_dict({**engine.accountant.state_dict(), "steps": taken})
+    refused("steps", engine.accountant.load_state_dict, {**engine.accountant.state_dict(), "steps": taken})
 
 
 def test_a_checkpoint_of_other_budgets_is_refused(tmp_path):
     engine, model, optimizer, _ = private()
     engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
     other, second, second_optimizer, _ = private(budgets=BUDGETS + 1)
-    with pytest.raises(ValueError, match="same budgets"):
-        other.load_checkpoint(path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
+    refused("same budgets", other.load_checkpoint, path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
     unseeded, second, second_optimizer, _ = private(noise_generator=None)
-    with pytest.raises(ValueError, match="generators"):
-        unseeded.load_checkpoint(path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
+    refused("generators", unseeded.load_checkpoint, path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
 
 
 def test_a_gradient_that_is_not_finite_contributes_nothing_and_is_counted():
@@ -829,8 +819,7 @@ class Tagger(nn.Module):
 
 
 def test_a_collate_function_must_keep_the_order_of_the_examples():
-    with pytest.raises(ValueError, match="collate_fn"):
-        private(dataset=Sequences(), model=Tagger(), collate_fn=longest_first)
+    refused("collate_fn", private, dataset=Sequences(), model=Tagger(), collate_fn=longest_first)
     for collate in (padded, popped):
         _, model, optimizer, loader = private(dataset=Sequences(), model=Tagger(), collate_fn=collate, epochs=1)
         for batch in loader:
@@ -841,46 +830,29 @@ def test_a_collate_function_must_keep_the_order_of_the_examples():
     private(dataset=same, collate_fn=lambda examples: torch.utils.data.default_collate(examples))
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"model": nn.Linear(4, 3).eval()}, "module"),
-        ({"model": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))}, "module"),
-        ({"method": "both"}, "method"),
-        ({"grad_sample_mode": "no_op"}, "grad_sample_mode"),
-        ({"method": "combined"}, "sample_weight"),
-        ({"sample_weight": 0.5}, "sample_weight"),
-        ({"budgets": BUDGETS[:-1]}, "target_epsilons"),
-        ({"epochs": 0}, "epochs must"),
-        ({"budgets": -BUDGETS}, "target_epsilons"),
-        ({"target_delta": 1.0}, "target_delta"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm"),
-    ],
-)
-def test_bad_input_is_refused_by_name(change, message):
-    with pytest.raises(ValueError, match=message):
-        private(**change)
+def test_bad_input_is_refused_by_name():
+    mixing = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    refuses(lambda module: private(model=module), {}, module=[nn.Linear(4, 3).eval(), mixing])
+    refuses(lambda target_epsilons: private(budgets=target_epsilons), {}, target_epsilons=[BUDGETS[:-1], -BUDGETS])
+    refuses(private, {}, method=["both"], grad_sample_mode=["no_op"], sample_weight=[0.5], epochs=[0])
+    refuses(private, {}, target_delta=[1.0], max_grad_norm=[0.0])
+    refuses(private, {"method": "combined"}, sample_weight=[None])
 
 
 def test_the_methods_without_budgets_and_a_second_run_are_refused():
     engine = IndividualizedPrivacyEngine(accountant="rdp")
-    with pytest.raises(ValueError, match="needs budgets"):
-        engine.make_private()
-    with pytest.raises(ValueError, match="budgets"):
-        engine.get_epsilons(DELTA)
-    with pytest.raises(ValueError, match="accountant"):
-        IndividualizedPrivacyEngine(accountant="prv")
+    refused("needs budgets", engine.make_private)
+    refused("budgets", engine.get_epsilons, DELTA)
+    refused("accountant", IndividualizedPrivacyEngine, accountant="prv")
     engine, model, optimizer, loader = private()
     steps(model, optimizer, loader)
-    with pytest.raises(ValueError, match="steps"):
-        private(engine=engine, budgets=BUDGETS / 4)
+    refused("steps", private, engine=engine, budgets=BUDGETS / 4)
 
 
 def test_the_optimizer_of_budgets_that_were_replaced_takes_no_step():
     engine, model, optimizer, loader = private()
     _, another, its_optimizer, its_loader = private(engine=engine, budgets=BUDGETS / 4)
-    with pytest.raises(ValueError, match="budgets"):
-        steps(model, optimizer, loader)
+    refused("budgets", steps, model, optimizer, loader)
     steps(another, its_optimizer, its_loader)
     assert engine.accountant.steps == 4
 
@@ -1027,5 +999,4 @@ def test_an_audit_catches_a_sampler_that_draws_everybody():
 def test_a_range_of_noise_holds_in_the_engine_and_goes_with_sampling_alone():
     engine, model, optimizer, loader = private(method="sample", noise_range=(3.0, 3.0))
     assert optimizer.noise_multiplier == 3.0 and loader.batch_sampler.batch_size == float(engine.sample_rates.sum())
-    with pytest.raises(ValueError, match="noise_range"):
-        private(method="scale", noise_range=(3.0, 3.0))
+    refused("noise_range", private, method="scale", noise_range=(3.0, 3.0))

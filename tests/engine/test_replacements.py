@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpcompanion import engine
 from dpcompanion.engine import IndividualizedPrivacyEngine, MultiheadAttention, replace_layers
 
+from ..refusals import refused
+
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook")
 
 
@@ -101,17 +103,12 @@ def test_dropout_lies_between_layers_as_in_pytorch():
 
 
 def test_what_is_not_supported_is_refused_by_name():
-    with pytest.raises(ValueError, match="proj_size"):
-        engine.LSTM(3, 4, proj_size=2)
-    with pytest.raises(ValueError, match="embed_dim"):
-        MultiheadAttention(7, 2)
+    refused("proj_size", engine.LSTM, 3, 4, proj_size=2)
+    refused("embed_dim", MultiheadAttention, 7, 2)
     layer, x = MultiheadAttention(8, 2, batch_first=True), torch.randn(3, 5, 8)
-    with pytest.raises(ValueError, match="query"):
-        layer(x[0], x[0], x[0])
-    with pytest.raises(ValueError, match="attn_mask"):
-        layer(x, x, x, attn_mask=torch.ones(3, 3).bool())
-    with pytest.raises(ValueError, match="attn_mask"):
-        layer(x, x, x, is_causal=True)
+    refused("query", layer, x[0], x[0], x[0])
+    refused("attn_mask", layer, x, x, x, attn_mask=torch.ones(3, 3).bool())
+    refused("attn_mask", layer, x, x, x, is_causal=True)
     with pytest.raises(ValueError, match="input"):
         engine.GRU(3, 4)(torch.randn(5, 3))
 

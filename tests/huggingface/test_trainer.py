@@ -319,6 +319,17 @@ def test_what_mixes_persons_is_refused(tmp_path):
         trainer_of(tmp_path, privacy={"loss": mixing}).train()
 
 
+class FSDPModule:
+    """Known by its name, as the class that `fully_shard` adds to a model's, which takes a process group."""
+
+
+def test_a_model_that_is_sharded_is_refused_before_the_trainer_is_made(tmp_path):
+    model = model_of("bert")
+    model.bert.__class__ = type("FSDPBertModel", (FSDPModule, type(model.bert)), {})
+    with pytest.raises(ValueError, match="model must be a plain module, .* holds FSDPModule, .* before fully_shard"):
+        trainer_of(tmp_path, model=model)
+
+
 @pytest.mark.parametrize(
     "privacy, options, word",
     [

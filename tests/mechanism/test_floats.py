@@ -1,5 +1,6 @@
 """The account of what floats do: each of its bounds against exact arithmetic, and what it costs."""
 
+import dataclasses
 import fractions
 import math
 
@@ -207,6 +208,24 @@ def test_a_calibrated_plan_meets_its_target(target):
         accountant="rdp",
     )
     assert 0.998 * target < plan.epsilon(accountant="rdp") <= target
+
+
+@pytest.mark.parametrize("method", ["sample", "scale"])
+def test_a_plan_for_budgets_meets_each_with_what_floats_add(method):
+    run = dict(n=40, sample_rate=0.05, steps=200, max_grad_norm=0.3, delta=1e-5, accountant="rdp", method=method)
+    budgets = torch.tensor([0.5, 8.0], dtype=torch.float64).repeat(20)
+    real = DPSGDPlan.for_epsilons(budgets, **run)
+    plan = DPSGDPlan.for_epsilons(budgets, arithmetic="float", parameters=10**10, **run)
+    spent = plan.epsilon()
+    # What floats add is the same for all, and so a larger share of the smallest clip norm, for which the noise is made.
+    assert plan.individual and (spent <= budgets).all() and (spent > 0.95 * budgets).all() and spent[0] > 0.998 * 0.5
+    # The account of real numbers' noise, with what floats add, exceeds the smallest budgets.
+    careless = dataclasses.replace(real, arithmetic="float", parameters=10**10)
+    assert (careless.epsilon() > budgets).any() and plan.noise_multiplier > real.noise_multiplier
+    one = DPSGDPlan.for_epsilons(2.0, arithmetic="float", parameters=10**6, **run)
+    assert not one.individual and 0.998 * 2 < one.epsilon() <= 2.0
+    with pytest.raises(ValueError, match="parameters"):
+        DPSGDPlan.for_epsilons(budgets, arithmetic="float", **run)
 
 
 def test_the_distance_of_the_sampler_is_paid_for():

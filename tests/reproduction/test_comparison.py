@@ -8,6 +8,8 @@ from dpcompanion.reproduction.comparison import Table, compare
 from dpcompanion.reproduction.findings import Finding, Findings
 from dpcompanion.reproduction.records import MeanSD
 
+from ..refusals import refused
+
 TABLE_2 = "idp-sgd/table-2"
 
 
@@ -52,10 +54,8 @@ def test_lists_become_one_row_for_each_entry():
     assert table.counts() == {"matches": 3, "wrong in the paper": 1}
     assert "wrong in the paper, -9.7%" in repr(table)
     assert "[wrong in the paper]{.wrong-in-the-paper} -9.7%" in table._repr_markdown_()
-    with pytest.raises(ValueError, match="length"):
-        compare("idp-sgd/table-7", live={"svhn.A.c_p": [0.5, 0.9]})
-    with pytest.raises(ValueError, match="length"):
-        compare("idp-sgd/table-7", live={"svhn.A.c_p": 0.5})
+    refused("length", compare, "idp-sgd/table-7", live={"svhn.A.c_p": [0.5, 0.9]})
+    refused("length", compare, "idp-sgd/table-7", live={"svhn.A.c_p": 0.5})
 
 
 def test_rows_keep_the_papers_order_and_unknown_names_are_refused():
@@ -63,10 +63,8 @@ def test_rows_keep_the_papers_order_and_unknown_names_are_refused():
     assert [row.label for row in table.rows] == ["mnist.sigma", "svhn.sigma", "extra"]
     assert repr(table).splitlines()[-1].split() == ["extra", "1.235e+04"]
     assert compare("idp-sgd/table-5", keys=["mnist.clip"]).counts() == {"not run": 1}
-    with pytest.raises(ValueError, match="keys"):
-        compare("idp-sgd/table-5", keys=["mnist.tau"])
-    with pytest.raises(ValueError, match="verdicts"):
-        compare("idp-sgd/table-5", live={"mnist.sigma": 1}, verdicts={"mnist.sigma": "fine"})
+    refused("keys", compare, "idp-sgd/table-5", keys=["mnist.tau"])
+    refused("verdicts", compare, "idp-sgd/table-5", live={"mnist.sigma": 1}, verdicts={"mnist.sigma": "fine"})
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, True, None, "text"])
@@ -99,16 +97,13 @@ def test_a_row_can_say_what_its_numbers_are():
         "| a | [1]{.published} | [2]{.recorded} |",
         "| b | [3]{.published} | [4]{.live} |",
     ]
-    with pytest.raises(ValueError, match="row_kinds"):
-        Table(["what", "ours"], [["a", 1]], kinds=["row"])
+    refused("row_kinds", Table, ["what", "ours"], [["a", 1]], kinds=["row"])
 
 
 def test_a_table_that_does_not_fit_is_refused():
     for heads, rows, kinds in ((["a", "b"], [["x"]], ["live"]), (["a", "b"], [], [])):
-        with pytest.raises(ValueError, match="same length"):
-            Table(heads, rows, kinds=kinds)
-    with pytest.raises(ValueError, match="kinds"):
-        Table(["a", "b"], [], kinds=["dead"])
+        refused("same length", Table, heads, rows, kinds=kinds)
+    refused("kinds", Table, ["a", "b"], [], kinds=["dead"])
 
 
 def test_numbers_that_are_proved_wrong_are_called_so_without_being_asked_for():

@@ -9,7 +9,7 @@ import pytest
 
 from dpcompanion.reproduction import experiments, provenance, published, records
 
-from ..refusals import refuses
+from ..refusals import refused, refuses
 
 NAME = "individual-accounting/table-1"  # an exhibit to hang a test's own experiment on
 
@@ -197,15 +197,13 @@ def test_the_preset_comes_from_one_place(monkeypatch):
     monkeypatch.setenv("DPCOMPANION_PRESET", "paper")
     assert experiments.default_preset() == "paper"
     monkeypatch.setenv("DPCOMPANION_PRESET", "big")
-    with pytest.raises(ValueError, match="DPCOMPANION_PRESET"):
-        experiments.default_preset()
+    refused("DPCOMPANION_PRESET", experiments.default_preset)
 
 
 def test_an_experiment_belongs_to_an_exhibit_and_has_a_frozen_configuration(registered):
     refuses(experiments.experiment, {"quick": Config()}, name=[registered, "idp-sgd/table-55"])
     for presets in ({"quick": {"examples": 3}}, {"large": Config()}):
-        with pytest.raises(ValueError, match="presets"):
-            experiments.experiment("idp-sgd/table-8", **presets)
+        refused("presets", experiments.experiment, "idp-sgd/table-8", **presets)
     with experiments.set_aside(NAME):
         refuses(experiments.experiment, {"name": NAME, "quick": Config()}, version=[0, 1.5, "2"])
 
@@ -235,8 +233,7 @@ def test_a_finding_is_judged_by_the_record_of_the_experiment_that_it_names(regis
         assert experiments.findings(record).rows == ()  # table 1 itself claims nothing
         found = experiments.findings(record, "individual-accounting/figure-2")
     assert [(row.where, row.outcome) for row in found.rows] == [("here", "holds")] and found.kinds == ("live",)
-    with pytest.raises(ValueError, match="name"):
-        experiments.finding("individual-accounting/figure-99", "anything")
+    refused("name", experiments.finding, "individual-accounting/figure-99", "anything")
 
 
 @pytest.fixture
@@ -249,8 +246,7 @@ def without_criteria():
 def test_the_criteria_of_an_exhibit_are_asked_of_another_record_but_not_those_of_a_part(without_criteria):
     exhibit, figure = without_criteria
     part, other = f"{exhibit}-resnet20", f"{figure}-resnet20"
-    with pytest.raises(ValueError, match="exhibit"):
-        experiments.ask_also(exhibit, of=part)
+    refused("exhibit", experiments.ask_also, exhibit, of=part)
 
     @experiments.finding(exhibit, "it rises", kind="own")
     def rises(record):
@@ -271,5 +267,4 @@ def test_the_criteria_of_an_exhibit_are_asked_of_another_record_but_not_those_of
     ]
     shown = experiments.criteria(figure)
     assert [(one.of, one.judge) for one in shown] == [(other, rises), (other, falls)]
-    with pytest.raises(ValueError, match="name"):
-        experiments.ask_also(exhibit, of="individual-accounting/figure-99")
+    refused("name", experiments.ask_also, exhibit, of="individual-accounting/figure-99")

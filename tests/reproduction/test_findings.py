@@ -1,6 +1,6 @@
-import pytest
-
 from dpcompanion.reproduction.findings import Finding, Findings
+
+from ..refusals import refused
 
 
 def test_findings_say_where_by_what_and_with_which_outcome():
@@ -28,14 +28,10 @@ def test_findings_say_where_by_what_and_with_which_outcome():
     ]
     alone = Findings(rows[:1], kind="live")
     assert repr(alone) == "above one half: \u2713 holds (Forest, 98%)" and "details" not in alone._repr_markdown_()
-    with pytest.raises(ValueError, match="same length"):
-        Findings(rows, kind=["live"])
-    with pytest.raises(ValueError, match="kind"):
-        Findings(rows, kind="guessed")
-    with pytest.raises(ValueError, match="outcome"):
-        Finding("Forest", "above one half", "98%", "perhaps")
-    with pytest.raises(ValueError, match="kind"):
-        Finding("Forest", "above one half", "98%", True, "mine")
+    refused("same length", Findings, rows, kind=["live"])
+    refused("kind", Findings, rows, kind="guessed")
+    refused("outcome", Finding, "Forest", "above one half", "98%", "perhaps")
+    refused("kind", Finding, "Forest", "above one half", "98%", True, "mine")
 
 
 def test_own_results_and_refutations_are_no_claims_of_the_paper():

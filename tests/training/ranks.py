@@ -290,6 +290,10 @@ def refused(what):
     model = network()
     if what == "wrapped":
         return fit(model=torch.nn.parallel.DistributedDataParallel(model))
+    if what == "sharded":
+        return fit(model=torch.distributed.fsdp.fully_shard(model))
+    if what == "sharded engine":
+        return engine(model=torch.distributed.fsdp.fully_shard(model.train()))
     return train_ensemble(model, cross_entropy, (x, y), plan_of(), seeds=[0], learning_rate=0.1)
 
 
@@ -309,6 +313,7 @@ def engine(
     path=None,
     goes_on=False,
     target_delta=1e-3,
+    model=None,
     **options,
 ):
     """A run of the engine on Opacus on this rank, in a loop of its own; rank 1 may be given something else, or does
@@ -319,7 +324,7 @@ def engine(
 
     other, (x, y) = rank() == 1, data()
     n, batch = (9, 3) if people else (N, 8)
-    model = network().train()
+    model = network().train() if model is None else model
     if other and differs == "model":
         with torch.no_grad():
             next(model.parameters())[0, 0] += 1e-9

@@ -12,6 +12,8 @@ from scipy import stats
 
 from dpcompanion.training import distributed
 
+from ..refusals import refused
+
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook")
 FALSE_ALARM = 1e-6  # the probability with which a right trainer would fail
 
@@ -233,7 +235,15 @@ def test_a_rank_that_is_lost_and_comes_back_goes_on_from_the_checkpoint(two, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what, named", [("wrapped", "module"), ("ensemble", "train_ensemble")])
+@pytest.mark.parametrize(
+    "what, named",
+    [
+        ("wrapped", "module"),
+        ("ensemble", "train_ensemble"),
+        ("sharded", "FSDPModule"),
+        ("sharded engine", "module must be a plain module, whole on each process, but it is or holds FSDPModule"),
+    ],
+)
 def test_what_runs_in_one_process_is_refused_on_several(what, named, two):
     for text in refusals(two("refused", what=what), "ValueError", "ValueError"):
         assert named in text
@@ -352,8 +362,7 @@ def test_the_program_to_start_from_runs_and_goes_on(tmp_path):
 def test_processes_of_torchrun_without_a_group_are_refused(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="init_process_group"):
-        ranks.fit()
+    refused("init_process_group", ranks.fit)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])

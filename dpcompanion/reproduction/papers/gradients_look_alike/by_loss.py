@@ -190,6 +190,20 @@ def scheduled(norms, plan):
     return epsilon[0], (others > levels[:, None] / 20 * plan.max_grad_norm).double().mean()
 
 
+def _epsilon_of(losses, densities, task, plan, direction, uniform):
+    """`loss_epsilon` of one direction, at 95% for both together; no epsilon above the `uniform` one."""
+    laws = task.laws if direction == "remove" else [(order, 0.0) for order in task.orders_add]
+    step = {"sample_rate": plan.sample_rate, "noise_std": plan.noise_std, "direction": direction}
+
+    def mass(a, jumps):
+        most = float(log_mass(task.max_grad_norm, order=a, **step)) if a > 1 else 0.0
+        return plan.steps * (most - math.log1p(-jumps))
+
+    floors = [(a, mass(a, jumps)) for a, jumps in laws]
+    sure = 1 - 0.05 / len(DIRECTIONS)
+    return loss_epsilon(losses, densities, delta=task.delta, worst_case=uniform, floors=floors, confidence=sure)
+
+
 @experiment(
     "gradients-look-alike/own-epsilon",
     quick=OwnEpsilons(
@@ -260,24 +274,7 @@ def own_epsilon(config, run):
                 )
                 for key in ("losses", "densities", "norms")
             )
-            laws = task.laws if direction == "remove" else [(order, 0.0) for order in task.orders_add]
-            step = {"sample_rate": plan.sample_rate, "noise_std": plan.noise_std, "direction": direction}
-            floors = [
-                (
-                    a,
-                    plan.steps
-                    * ((float(log_mass(task.max_grad_norm, order=a, **step)) if a > 1 else 0.0) - math.log1p(-jumps)),
-                )
-                for a, jumps in laws
-            ]
-            found = loss_epsilon(
-                losses,
-                densities,
-                delta=task.delta,
-                worst_case=uniform,
-                floors=floors,
-                confidence=1 - 0.05 / len(DIRECTIONS),
-            )
+            found = _epsilon_of(losses, densities, task, plan, direction, uniform)
             values |= {
                 f"{name}.{direction}.{key}": getattr(found, key) for key in ("estimate", "low", "high", "upper_bound")
             }
