@@ -40,7 +40,7 @@ def train_grid(
     steps: int,
     batch_size: int,
     learning_rate: float,
-    initialization: str = "varying",
+    initialization: str | int = "varying",
     hidden: int = 0,
     snapshots: Sequence[int] | None = None,
     enforce_conditions: bool = True,
@@ -61,7 +61,8 @@ def train_grid(
             parts.
         steps: of SGD, each on one batch.
         batch_size, learning_rate: B in [1, n] and eta.
-        initialization: "varying" with the seed, or "fixed": the same for all seeds.
+        initialization: "varying" with the seed, or "fixed": the same for all seeds, which is that of seed 0; a whole
+            number is the seed of another one.
         hidden: ReLU units of the hidden layer; 0 for logistic regression.
         snapshots: steps in [0, steps] at which to return the weights; the last one by default.
         enforce_conditions: refuse norms and learning rates that theorem 2 does not cover, and compute logistic
@@ -107,7 +108,10 @@ def train_grid(
             f"learning_rate must be at least {_LEAST_STEP:g} times the batch_size, or the rounding of weights counts"
             f" beside the bound of theorem 2, got {learning_rate:g}"
         )
-    _checks.one_of("initialization", initialization, ("varying", "fixed"))
+    if isinstance(initialization, str):
+        _checks.one_of("initialization", initialization, ("varying", "fixed"))
+    else:
+        _checks.whole_number("initialization", initialization, 0)
     stops = [steps] if snapshots is None else [_checks.whole_number("snapshots", s, 0, steps) for s in snapshots]
     device = torch.device(device or features.device)
 
@@ -199,8 +203,9 @@ class _Runs:
         self.model, self.features, self.labels, self.batch_size = model, features, labels, batch_size
         self.generators = [_stream(seed) for seed in seeds]
         starts = [model.start(features.shape[1], generator) for generator in self.generators]
-        if initialization == "fixed":
-            starts = [model.start(features.shape[1], _stream(0))] * len(seeds)
+        if initialization != "varying":
+            start = _stream(0 if initialization == "fixed" else initialization)
+            starts = [model.start(features.shape[1], start)] * len(seeds)
         self.weights = [
             torch.stack(layer)[:, None].repeat(1, len(data_sets), *[1] * (layer[0].ndim)).to(features)
             for layer in zip(*starts)

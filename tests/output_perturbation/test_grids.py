@@ -126,6 +126,9 @@ def test_the_fixed_initialization_is_the_same_for_all_seeds_and_the_varying_one_
     varying = train_grid(features, labels, initialization="varying", **settings)
     assert (fixed == fixed[:, :1, :1]).all()
     assert (varying[0, 0, 0] != varying[0, 0, 1])[:-1].all()
+    another = train_grid(features, labels, initialization=2, **settings)
+    assert (another == varying[:, :1, 2:]).all(), "the start of seed 2, for all"
+    assert (train_grid(features, labels, initialization=0, **settings) == fixed).all()
 
 
 def test_initial_weights_are_those_of_keras():
@@ -144,7 +147,7 @@ def test_bad_arguments_are_refused_by_name():
     refuses(train_grid, good, labels=[torch.full((N + 1,), 2), torch.zeros(3), [0] * (N + 1)])
     refuses(train_grid, good, learning_rate=[4.01, 0.0, [1.0, 2.0], 7.9e-9], batch_size=[N + 1, 0], steps=[0])
     refuses(train_grid, good, data_sets=[[1], [1, N + 1]], seeds=[[1], [1, 1]], snapshots=[[11]])
-    refuses(train_grid, good, initialization=["random"])
+    refuses(train_grid, good, initialization=["random", -1, 0.5])
 
 
 def test_the_conditions_of_theorem_2_can_be_left_on_purpose():

@@ -150,6 +150,7 @@ _SOURCES = {
     "mnist-binary-unscaled": lambda: _digits("mnist", True),
     "forest": _forest,
     "adult": _adult,
+    "adult-code": _adult,
     "digits": lambda: _digits("mnist-5k", False),
     "breast-cancer": _breast_cancer,
 }

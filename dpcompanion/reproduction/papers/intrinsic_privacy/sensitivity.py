@@ -136,6 +136,7 @@ NAMES = {
     "mnist-binary-unscaled": "MNIST-binary, not scaled",
     "forest": "Forest",
     "adult": "Adult",
+    "adult-code": "Adult, steps of the public code",
     "digits": "digits",
     "breast-cancer": "breast cancer",
 }
