@@ -66,6 +66,9 @@ CONTENT = """() => {
         if (!alt || name.endsWith(alt)) found.push("a picture has no alternative text: " + name);
         if (!(image.complete && image.naturalWidth)) found.push("a picture is missing: " + name);
     }
+    for (const picture of article.querySelectorAll("[role='img']"))
+        if (!(picture.getAttribute("aria-label") || picture.querySelector("title")?.textContent || "").trim())
+            found.push("a drawing has no alternative text");
     let level = 0;
     for (const heading of article.querySelectorAll("h1, h2, h3, h4, h5, h6")) {
         const next = Number(heading.tagName[1]);
