@@ -271,7 +271,12 @@ def test_the_pair_check_finds_a_stale_source(pair, capsys, word):
 
 @pytest.mark.parametrize(
     "word, old, new",
-    [("alternative text", "A line that rises.", ""), ("caption", "A line.", ""), ("characters", NUMBER, "1" * 121)],
+    [
+        ("alternative text", "A line that rises.", ""),
+        ("caption", "A line.", ""),
+        ("themes", "A line that rises.", "A black line."),
+        ("characters", NUMBER, "1" * 121),
+    ],
 )
 def test_the_pair_check_finds_a_figure_without_words_and_a_line_that_is_too_long(pair, word, old, new):
     root, edit_source, _ = pair
