@@ -104,7 +104,6 @@ STYLE: dict[str, Any] = {
     "lines.markersize": 5,
     "axes.prop_cycle": (_BLUE, _VERMILION, _GREEN, _ORANGE, _PURPLE, _SKY, _BLACK),
     "svg.hashsalt": "dpcompanion",
-    "svg.fonttype": "none",
     "path.simplify": True,
     "text.usetex": False,
     "mathtext.fontset": "custom",
@@ -173,12 +172,14 @@ def drawing(fig: Any) -> str:
     >>> svg[:51], ">0.8</text>" in svg
     ('<svg viewBox="0 0 504.504 244.8" data-cut="252.2"><', True)
     """
+    import matplotlib
 
     def rounded(number: re.Match[str]) -> str:
         return f"{_unsigned(round(float(number[0]), 2)):g}"
 
     stream = io.StringIO()
-    fig.savefig(stream, format="svg", bbox_inches=None, metadata={"Date": None})
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        fig.savefig(stream, format="svg", bbox_inches=None, metadata={"Date": None})
     svg = stream.getvalue()
     body = svg[svg.index("</metadata>") + len("</metadata>") : svg.rindex("</svg>")]
     body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>|<!--.*?-->", "", body, flags=re.DOTALL)
@@ -241,7 +242,8 @@ def _cut(fig: Any) -> str:
     width, dpi = fig.get_figwidth(), fig.dpi
     if width <= STYLE["figure.figsize"][0]:
         return ""
-    boxes = sorted((box.x0 / dpi, box.x1 / dpi) for box in (part.get_tightbbox() for part in (*fig.axes, *fig.legends)))
+    boxes = [box for part in (*fig.axes, *fig.legends) if (box := part.get_tightbbox()) is not None]
+    boxes = sorted((box.x0 / dpi, box.x1 / dpi) for box in boxes)
     strips = [(max(end for _, end in boxes[:i]), boxes[i][0]) for i in range(1, len(boxes))]
     strips = [(end, start) for end, start in strips if end < start and 0.2 * width < end < 0.8 * width]
     return "".join(f' data-cut="{36 * (end + start):.1f}"' for end, start in strips[:1])
