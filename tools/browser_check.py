@@ -66,7 +66,7 @@ CONTENT = """() => {
         if (!alt || name.endsWith(alt)) found.push("a picture has no alternative text: " + name);
         if (!(image.complete && image.naturalWidth)) found.push("a picture is missing: " + name);
     }
-    for (const picture of article.querySelectorAll("[role='img']"))
+    for (const picture of article.querySelectorAll("[role='img']:not(mjx-container *)"))
         if (!(picture.getAttribute("aria-label") || picture.querySelector("title")?.textContent || "").trim())
             found.push("a drawing has no alternative text");
     let level = 0;

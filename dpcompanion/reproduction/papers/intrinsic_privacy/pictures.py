@@ -102,14 +102,14 @@ def distances(found, panels=None):
     import matplotlib.pyplot as plt
 
     panels = panels or _panels(found)
-    axes = _stack(panels, 1.6, sharex=True)
+    axes = _stack(panels, 1.8, sharex=True)
     for ax, (kind, name) in zip(axes, panels):
         for key, (label, color) in _DISTANCES.items():
             _histogram(ax, found[kind].arrays[f"{name}.{key}"], color=plotting.COLORS[color], label=label)
         if f"{name}.bound" in found[kind].values:
             ax.axvline(found[kind].values[f"{name}.bound"], color="black", linestyle="--", linewidth=1)
         ax.set(xscale="log", title=f"{NAMES[name]} ({kind})", yticks=[])
-    axes[0].legend(loc="upper left")
+    axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     axes[-1].set_xlabel("distance between the weights of two runs")
     shown = {
         _plain(f"{name}_{key}"): [found[kind].values[f"{name}.{key}.{q}"] for q in ("min", "median", "max")]
@@ -190,7 +190,7 @@ def spectra(record, names=None):
     import matplotlib.pyplot as plt
 
     names = names or list(record.config["tasks"])
-    axes = _stack(names, 1.7)
+    axes = _stack(names, 1.9)
     for ax, name in zip(axes, names):
         for start, color in (("varying", plotting.COLORS["intrinsic"]), ("fixed", plotting.COLORS["estimate"])):
             row = f"{name}.{start}.natural"
