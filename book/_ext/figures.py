@@ -49,6 +49,8 @@ aria-hidden="true"><g id="fig"><path id="fig-a" style="stroke: var(--ink)"/><use
     if unknown := {*re.findall(r"(?:fill|stroke): (#\w{6})", body)} - COLORS.keys():
         raise ValueError(f"{name}: no variable of custom.css stands for the colour {', '.join(sorted(unknown))}")
     body = re.sub(r"(?<=(?:fill|roke): )#\w{6}", lambda color: f"var(--{COLORS[color[0]]})", body)
+    # A rule for `image` would not reach into the second column, a variable does.
+    body = re.sub(r"<image [^>]*/>", r'<g style="filter: var(--image)">\g<0></g>', body)
     body = re.sub(r'(?<=\bid=")|(?<=="#)|(?<=\burl\(#)', f"{name}-", body)
     columns = [(0.0, float(cut or width)), *([(float(cut), float(width))] if cut else [])]
     pictures = [f'<g id="{name}">{body}</g>', f'<use href="#{name}"/>']

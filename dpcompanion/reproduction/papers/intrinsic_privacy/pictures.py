@@ -124,7 +124,7 @@ def normality(record):
     """Figure 3: p-values of the test of each weight."""
     import matplotlib.pyplot as plt
 
-    fig, ax = plotting.figure()
+    fig, ax = plotting.figure(height=4.4)
     for (key, p), line in zip(record.arrays.items(), ("-", "--", "-", "--")):
         name, start = key.rsplit(".", 1)
         ax.step(
@@ -139,7 +139,7 @@ def normality(record):
     ax.axvline(0.05, color="grey", linestyle=":")
     ax.axvline(0.05 / 51, color="grey", linestyle="--")
     ax.set(xscale="log", xlim=(1e-5, 1), xlabel="p-value", ylabel="share of weights")
-    ax.legend()
+    fig.legend(loc="outside upper center")
     plt.show()
     return plotting.digest(digits=3, **{_plain(key): p for key, p in record.arrays.items()})
 
