@@ -4,7 +4,7 @@
 
 executes a committed notebook again and compares every output (`make notebooks` does all of them). nbval alone accepts
 a notebook that was never executed, ignores pictures, lets a cell opt out, and gives each kernel the environment of the
-caller. Here, a cell without an execution count fails; pictures may differ in a thousandth of their pixels; a cell's
+caller. Here, a cell without an execution count fails; pictures may differ as tools/outputs.py says; a cell's
 `tolerance` holds for its numbers; no cell opts out. The pages of one paper run one after the other in one worker of
 pytest-xdist, and share a fresh folder of live records.
 """
@@ -63,6 +63,7 @@ def pytest_collection_modifyitems(items):
         if isinstance(item, IPyNbCell):
             cells.setdefault(item.path, []).append(item)
             item.output_timeout = SECONDS_FOR_OUTPUT
+            item.parent.skip_compare = {*item.parent.skip_compare, outputs.DRAWING}
             item.options.update(check=True, skip=False, check_exception=False)
             item.compare_outputs = functools.partial(compare, item, item.compare_outputs)
     # What takes longest comes first: what runs experiments, and of these the papers with the largest pages.
@@ -102,8 +103,7 @@ def compare(cell, by_nbval, fresh, committed):
         fresh = outputs.within(fresh, committed, tolerance)
     if not by_nbval(fresh, committed):
         return False
-    new, old = outputs.pictures(fresh), outputs.pictures(committed)
-    if len(new) != len(old) or not all(map(outputs.same_picture, new, old)):
+    if not outputs.same_pictures(fresh, committed, tolerance):
         cell.comparison_traceback = ["the picture is another one than the committed one"]
         return False
     return True

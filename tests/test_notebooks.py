@@ -22,6 +22,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 DIGEST = "application/vnd.dpcompanion.digest"
+DRAWING = "application/vnd.dpcompanion.drawing"
 FRONT = "---\nkernelspec:\n  name: python3\n  display_name: Python 3\n---\n# A page\n"
 NUMBER = "print(6 * 7, 'in all')"
 FIGURE = (
@@ -30,6 +31,7 @@ FIGURE = (
     "plt.show()\n"
     f"display({{{{'{DIGEST}': 'sum {{0}}'}}}}, raw=True)"
 )
+DRAWN = f"""display({{{{'{DRAWING}': '<svg><path d="M0 0L{{0}} 9"/><text>ours</text></svg>'}}}}, raw=True)"""
 SHARED = "import os, pathlib\nlive = pathlib.Path(os.environ['DPCOMPANION_LIVE'])\n"
 SHARED += "print([path.name for path in live.iterdir()], os.environ['DPCOMPANION_PRESET'])\n"
 
@@ -69,6 +71,13 @@ def move_digest(outputs):
     outputs[-1].data[DIGEST] = "sum 8"
 
 
+def redraw(old, new):
+    def change(outputs):
+        outputs[-1].data[DRAWING] = outputs[-1].data[DRAWING].replace(old, new)
+
+    return change
+
+
 # {what is done to the committed outputs of a cell: (its code, its metadata, the change, whether it is a fault)}.
 CHANGES = {
     "nothing": (NUMBER, "", lambda outputs: None, False),
@@ -88,6 +97,9 @@ CHANGES = {
     "no output": (NUMBER, "", lambda outputs: outputs.clear(), True),
     "a picture that differs by a hair": (FIGURE.format(5), "", repaint(20), False),
     "another picture": (FIGURE.format(6), "", repaint(200), True),
+    "a drawing that differs by a hair": (DRAWN.format(5), "", redraw("L5", "L5.3"), False),
+    "another line": (DRAWN.format(6), "", redraw("L6", "L8"), True),
+    "another text in a drawing": (DRAWN.format(7), "", redraw("ours", "theirs"), True),
     "another digest": (FIGURE.format(7), "", move_digest, True),
     "a warning that is not committed": ("import sys\nprint('!', file=sys.stderr)", "", lambda o: o.clear(), True),
 }
@@ -204,6 +216,7 @@ def pair(tmp_path):
     numbers, figure = notebooks.code_cells(twin)
     numbers.update(execution_count=1, outputs=[nbformat.v4.new_output("stream", text="42 in all\n")])
     made = [nbformat.v4.new_output("display_data", data={kind: "eA=="}) for kind in ("image/png", DIGEST)]
+    made[0].data[DRAWING] = '<svg viewBox="0 0 350 200"><text style="font-size: 11px">ours</text></svg>'
     figure.update(execution_count=2, outputs=made)
     nbformat.write(twin, source.with_suffix(".ipynb"))
 
@@ -227,6 +240,10 @@ FAULTS_OF_OUTPUTS = {
     "an error": lambda number, figure: number.outputs.append(ERROR),
     "stderr": lambda number, figure: number.outputs.append(nbformat.v4.new_output("stream", name="stderr", text="!")),
     "digest": lambda number, figure: figure.outputs.pop(),
+    "10.7 px on a phone": lambda number, figure: figure.outputs[0].data.update(
+        {DRAWING: figure.outputs[0].data[DRAWING].replace("350", "368")}
+    ),
+    "SVG": lambda number, figure: figure.outputs[0].data.pop(DRAWING),
     "more than one figure": lambda number, figure: figure.outputs.append(figure.outputs[0]),
 }
 FAULTS_OF_SOURCES = {
@@ -254,7 +271,12 @@ def test_the_pair_check_finds_a_stale_source(pair, capsys, word):
 
 @pytest.mark.parametrize(
     "word, old, new",
-    [("alternative text", "A line that rises.", ""), ("caption", "A line.", ""), ("characters", NUMBER, "1" * 121)],
+    [
+        ("alternative text", "A line that rises.", ""),
+        ("caption", "A line.", ""),
+        ("themes", "A line that rises.", "A black line."),
+        ("characters", NUMBER, "1" * 121),
+    ],
 )
 def test_the_pair_check_finds_a_figure_without_words_and_a_line_that_is_too_long(pair, word, old, new):
     root, edit_source, _ = pair

@@ -6,6 +6,7 @@ The site is rendered once as `make site` does: a notebook with a number and a fi
 import base64
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ PAGES = {
     "tex": "# TeX that nothing sets\n\nA rate of \\$q\\$, and `$HOME`.\n",
     "outside": '# A picture from elsewhere\n\n<img src="http://example.org/picture.png" alt="A picture.">\n',
     "dumb": '# A picture without words\n\n<img src="../_static/dot.png">\n',
+    "mute": '# A drawing without words\n\n<svg role="img" viewBox="0 0 9 9"></svg>\n',
     "wide": '# Too wide\n\n<div style="width: 500px; background: grey">wide</div>\n',
     "clipped": '# Cut off\n\n<div style="overflow: hidden"><div style="width: 500px">words</div></div>\n',
     "formula": f"# A long formula\n\nIn a line, ${' + '.join(f'a_{n}' for n in range(10, 40))}$.\n",
@@ -39,11 +41,18 @@ PAGES = {
 }
 
 
+DRAWING = "application/vnd.dpcompanion.drawing"
+SVG = (
+    '<svg viewBox="0 0 400 100" data-cut="200"><path id="m" d="M0 0L400 100" style="stroke: #0072b2"/>'
+    '<text x="9" y="90" style="font-size: 11px">epsilon</text><use href="#m"/></svg>'
+)
+
+
 def notebook():
     """Executed, as far as a page shows: a number, and a figure with its digest."""
     stream = io.BytesIO()
     Image.new("RGB", (4, 4)).save(stream, "png")
-    data = {"image/png": base64.b64encode(stream.getvalue()).decode(), "text/plain": "<Figure>"}
+    data = {"image/png": base64.b64encode(stream.getvalue()).decode(), "text/plain": "<Figure>", DRAWING: SVG}
     digest = {"application/vnd.dpcompanion.digest": "line: 10 values, sum 45"}
     mystnb = {"image": {"alt": "A line that rises from 0 to 9."}, "figure": {"caption": "A line.", "name": "fig-line"}}
     signs = "\u03b5 \u2264 1, **\u03c3** \u2192 `\u03c3`"  # without MathJax
@@ -103,6 +112,14 @@ def test_the_digest_of_a_figure_is_on_no_page(rendered):
     assert "A line that rises" in page and "sum 45" not in page and "vnd.dpcompanion" not in page
 
 
+def test_a_figure_is_drawn_in_its_page_in_the_colours_of_the_theme(rendered):
+    page = (rendered / "_build" / "html" / "book" / "sound.html").read_text(encoding="utf-8")
+    figure = re.search(r'(?s)<figure.*?id="fig-line".*?</figure>', page)[0]
+    assert 'aria-label="A line that rises from 0 to 9."' in figure and "A line.</span>" in figure
+    assert figure.count("<svg") == 2 and "stroke: var(--blue)" in figure and "#0072b2" not in figure
+    assert "<img" not in page and not list((rendered / "_build" / "html").glob("_images/*"))
+
+
 @pytest.fixture(scope="module")
 def verdicts(rendered, chromium, browser_check):
     """What the browser check says of each page."""
@@ -119,6 +136,7 @@ def verdicts(rendered, chromium, browser_check):
         ("tex", "$q$"),
         ("outside", "http://example.org/picture.png"),
         ("dumb", "alternative text"),
+        ("mute", "alternative text"),
         ("wide", "(390 px)"),
         ("clipped", "(390 px)"),
         ("pipes", "| a | b |"),

@@ -67,6 +67,9 @@ CONTENT = """() => {
         if (!alt || name.endsWith(alt)) found.push("a picture has no alternative text: " + name);
         if (!(image.complete && image.naturalWidth)) found.push("a picture is missing: " + name);
     }
+    for (const picture of article.querySelectorAll("[role='img']:not(mjx-container *)"))
+        if (!(picture.getAttribute("aria-label") || picture.querySelector("title")?.textContent || "").trim())
+            found.push("a drawing has no alternative text");
     if (article.querySelectorAll("h1").length > 1) found.push("has more than one title");
     return found;
 }"""

@@ -17,7 +17,8 @@ outputs, and refuses any other.
 
 `check` takes a fraction of a second and runs no code: cells, tags and stamp agree with the source, no line of code is
 too long, execution counts run 1..n, no error and no stderr is stored, every figure has a caption, an alternative text
-and a digest. That the outputs come out again is nbval's to say: see book/conftest.py.
+for both themes, a digest, and an SVG that a phone can show. That the outputs come out again is nbval's to say: see
+book/conftest.py.
 
 The pages of one paper, whose names begin alike (`idp-sgd`, `idp-sgd-exhibits`), are executed in turn, and share a
 fresh folder in which records of live runs are kept (DPCOMPANION_LIVE, see `reproduction/chapters.py`): the first page
@@ -43,6 +44,7 @@ import outputs
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 SHOWN = 24  # lines that are shown of one cell
+LEGIBLE = 11  # px of a figure's letters on a phone
 # Characters of a line of code, here as in the modules.
 LONGEST = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["ruff"]["line-length"]
 
@@ -228,16 +230,22 @@ def check_cell(cell):
     options = cell.metadata.get("mystnb", {})
     pictures = len(outputs.pictures(cell.outputs))
     digests = [output for output in cell.outputs if output.get("data", {}).get(outputs.DIGEST)]
+    drawings = outputs.pictures(cell.outputs, outputs.DRAWING)
+    smallest = min(map(outputs.letters_on_a_phone, drawings), default=LEGIBLE)
+    alt, caption = (str(options.get(part, {}).get(key, "")) for part, key in (("image", "alt"), ("figure", "caption")))
     longest = max(map(len, cell.source.splitlines()), default=0)
     faults = {
         f"has a line of {longest} characters, {LONGEST} at most": longest > LONGEST,
         "stores an error": any(output.output_type == "error" for output in cell.outputs),
         "stores output on stderr": any(output.get("name") == "stderr" for output in cell.outputs),
-        "its figure has no alternative text (mystnb: image: alt)": pictures
-        and not str(options.get("image", {}).get("alt", "")).strip(),
-        "its figure has no caption (mystnb: figure: caption)": pictures
-        and not str(options.get("figure", {}).get("caption", "")).strip(),
+        "its figure has no alternative text (mystnb: image: alt)": pictures and not alt.strip(),
+        "its figure has no caption (mystnb: figure: caption)": pictures and not caption.strip(),
+        "its caption or alternative text says black or white, which is not so in both themes": bool(
+            re.search(r"(?i)\b(black|white)\b", f"{caption} {alt}")
+        ),
         "its figure has no digest (plotting.digest), so that no check compares it": pictures and not digests,
+        "its figure was not kept as SVG (plotting.use_style)": pictures != len(drawings),
+        f"its figure has letters of {smallest:.1f} px on a phone, {LEGIBLE} at least": smallest < LEGIBLE,
         "draws more than one figure": pictures > 1,
     }
     return [fault for fault, there in faults.items() if there]

@@ -1,7 +1,8 @@
 """Whether two executions of a cell give the same outputs, where equal is more than equal bytes.
 
 Memory addresses and wall times may differ (nbval.cfg), and a thousandth of a picture's pixels, since machines smooth
-lines differently. A cell may state a tolerance in its metadata (`tolerance: 0.01`): its numbers may then differ by
+lines differently. The SVG beside a picture has the same texts and shapes, each within a point of where it was, but for
+a hundredth of them. A cell may state a tolerance in its metadata (`tolerance: 0.01`): its numbers may then differ by
 this share of the larger one, its words may not.
 
 >>> same_text("mean 1.00, holds", "mean 1.01, holds"), same_text("mean 1.00, holds", "mean 1.01, holds", tolerance=0.02)
@@ -20,12 +21,17 @@ import difflib
 import io
 import math
 import re
+import xml.etree.ElementTree
 from pathlib import Path
 
 # What `dpcompanion.reproduction.plotting.digest` gives: compared, and shown by nothing.
 DIGEST = "application/vnd.dpcompanion.digest"
 PICTURE = "image/png"
 PIXEL_LEVELS, PIXEL_SHARE = 16, 1e-3
+# What `dpcompanion.reproduction.plotting.drawing` gives.
+DRAWING = "application/vnd.dpcompanion.drawing"
+POINTS, SHAPE_SHARE = 1.0, 1e-2
+PHONE = 358  # px of a figure in a window of 390
 SANITISED = re.findall(
     r"^regex: (.*)\nreplace: (.*)$",
     (Path(__file__).resolve().parent.parent / "nbval.cfg").read_text(encoding="utf-8"),
@@ -38,12 +44,12 @@ def same(fresh, committed, tolerance=0.0):
     """Whether two lists of outputs are the same, but for what may differ."""
     if [plain(output) for output in within(fresh, committed, tolerance)] != [plain(output) for output in committed]:
         return False
-    return all(map(same_picture, pictures(fresh), pictures(committed)))
+    return same_pictures(fresh, committed, tolerance)
 
 
 def plain(output):
-    """An output without its count and its pixels."""
-    data = {kind: value if kind != PICTURE else "" for kind, value in output.get("data", {}).items()}
+    """An output without its count, its pixels and its lines."""
+    data = {kind: value if kind not in (PICTURE, DRAWING) else "" for kind, value in output.get("data", {}).items()}
     return {**output, "data": data, "execution_count": None}
 
 
@@ -52,8 +58,8 @@ def within(fresh, committed, tolerance):
     fresh = copy.deepcopy(fresh)
     for new, old in zip(fresh, committed):
         for text, other in ((new, old), (new.get("data", {}), old.get("data", {}))):
-            for kind in text.keys() & other.keys():
-                if isinstance(text[kind], str) and kind != PICTURE and same_text(text[kind], other[kind], tolerance):
+            for kind in (text.keys() & other.keys()) - {PICTURE, DRAWING}:
+                if isinstance(text[kind], str) and same_text(text[kind], other[kind], tolerance):
                     text[kind] = other[kind]
     return fresh
 
@@ -74,8 +80,16 @@ def sanitized(text):
     return text
 
 
-def pictures(outputs):
-    return [output["data"][PICTURE] for output in outputs if PICTURE in output.get("data", {})]
+def pictures(outputs, kind=PICTURE):
+    return [output["data"][kind] for output in outputs if kind in output.get("data", {})]
+
+
+def same_pictures(fresh, committed, tolerance=0.0):
+    """Whether the pictures of two lists of outputs are the same, as PNG and as SVG."""
+    pairs = [(pictures(fresh, kind), pictures(committed, kind)) for kind in (PICTURE, DRAWING)]
+    if any(len(new) != len(old) for new, old in pairs):
+        return False
+    return all(map(same_picture, *pairs[0])) and all(same_drawing(*pair, tolerance) for pair in zip(*pairs[1]))
 
 
 def same_picture(new, old):
@@ -89,6 +103,51 @@ def same_picture(new, old):
         np.asarray(Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB"), dtype=int) for text in (new, old)
     )
     return one.shape == other.shape and (abs(one - other).max(axis=2) > PIXEL_LEVELS).mean() <= PIXEL_SHARE
+
+
+def same_drawing(new, old, tolerance=0.0):
+    """Equal in texts and shapes; all but a hundredth of the shapes stand within a point of where they were.
+
+    >>> line = '<svg viewBox="0 0 9 9"><path d="M1 2L3 4" style="stroke: #000000"/><text x="5" y="6">ours</text></svg>'
+    >>> [same_drawing(line.replace(*change), line) for change in (("L3 4", "L2 3L3 4.5"), ("ours", "theirs"))]
+    [True, False]
+    >>> [same_drawing(line.replace(*change), line) for change in (("L3 4", "L3 8"), ("#000000", "#ffffff"))]
+    [False, False]
+    """
+    if new == old:
+        return True
+    (words, looks, boxes), (old_words, old_looks, old_boxes) = shapes(new), shapes(old)
+    if looks != old_looks or not same_text(words, old_words, tolerance):
+        return False
+    moved = sum(any(abs(x - y) > POINTS for x, y in zip(*pair)) for pair in zip(boxes, old_boxes))
+    return moved <= SHAPE_SHARE * len(boxes)
+
+
+def shapes(svg):
+    """The texts of an SVG, what kind each of its elements is of and how it looks, and where it stands."""
+    elements = list(xml.etree.ElementTree.fromstring(svg).iter())
+    boxes = []
+    for element in elements:
+        numbers = [float(x) for x in re.findall(r"-?\d+(?:\.\d+)?", element.get("d", ""))]
+        ends = [end(part) for part in (numbers[::2], numbers[1::2]) if part for end in (min, max)]
+        for name in ("x", "y", "width", "height", "transform", "viewBox", "data-cut"):
+            ends += [float(x) for x in re.findall(r"-?\d+(?:\.\d+)?", element.get(name, ""))]
+        boxes.append(ends)
+    words = "\n".join(element.text for element in elements if element.text)
+    return words, [(element.tag, element.get("style")) for element in elements], boxes
+
+
+def letters_on_a_phone(svg):
+    """The size in px of the smallest text of an SVG, exponents apart, where each of its columns is `PHONE` px wide.
+
+    >>> wide = '<svg viewBox="0 0 500 200"><text style="font-size: 11px">ours</text></svg>'
+    >>> letters_on_a_phone(wide), letters_on_a_phone(wide.replace('"><text', '" data-cut="250"><text'))
+    (7.876, 15.752)
+    """
+    width, cut = re.match(r'<svg viewBox="0 0 (\S+) \S+"(?: data-cut="(\S+)")?', svg).groups()
+    column = max(float(cut), float(width) - float(cut)) if cut else float(width)
+    sizes = [float(size) for size in re.findall(r'<text style="font-size: ([\d.]+)px', svg)]
+    return min(sizes, default=math.inf) * PHONE / column
 
 
 def changed_lines(fresh, committed):

@@ -1,11 +1,16 @@
 import pathlib
 import re
+import runpy
+from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 
 from dpcompanion.reproduction import plotting
+
+BOOK = pathlib.Path(__file__).resolve().parents[2] / "book"
 
 
 def test_notions_that_meet_in_a_figure_have_different_colours():
@@ -32,7 +37,7 @@ def test_every_figure_has_the_same_width_and_a_white_ground():
 
     for rows, height in ((1, 3.4), (2, 5.44)):
         fig, axes = plotting.figure(rows)
-        assert fig.get_size_inches().tolist() == pytest.approx([5.2, height]) and fig.dpi == 150
+        assert fig.get_size_inches().tolist() == pytest.approx([4.9, height]) and fig.dpi == 150
         assert fig.get_facecolor() == (1, 1, 1, 1)
         plt.close(fig)
     with pytest.raises(ValueError, match="columns"):
@@ -67,12 +72,85 @@ def test_two_drawings_of_the_same_figure_are_the_same_bytes(tmp_path):
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
+    drawings = set()
     for name in ("one.png", "two.png"):
         fig, axes = plotting.figure()
         axes.plot([1, 2, 3], **plotting.style("pld"))
         fig.savefig(tmp_path / name)
+        drawings.add(plotting.drawing(fig))
         plt.close(fig)
-    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes() and len(drawings) == 1
+
+
+@pytest.fixture
+def axes():
+    """The two axes of a figure of two columns."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plotting.figure(columns=2)
+    yield axes
+    plt.close(fig)
+
+
+def test_a_drawing_keeps_texts_as_they_are_and_rounds_where_they_stand(axes):
+    axes[0].plot(np.linspace(0, 1, 5000), np.linspace(0, 1, 5000) ** 2)
+    axes[0].fill_between(np.linspace(0, 1, 5000), np.linspace(0, 1, 5000) ** 2)
+    axes[0].text(0.123456, 0.5, "0.123456 < \u03c3")
+    svg = plotting.drawing(axes[0].figure)
+    assert [text for text in ElementTree.fromstring(svg).itertext() if "\u03c3" in text] == ["0.123456 < \u03c3"]
+    tags = re.sub(">[^<]*<", "><", svg)
+    assert not re.search(r"\.\d{3}", tags.partition(">")[2]) and "<style" not in svg and "dpcompanion" not in svg
+    # A point for each third of a point, rather than 5,000.
+    assert max(len(path) for path in re.findall(' d="(.*?)"', svg)) < 25_000
+
+
+def test_a_drawing_is_cut_between_its_columns_unless_something_lies_across(axes):
+    fig = axes[0].figure
+    axes[0].plot([1, 2], label="both")
+    (cut,) = map(float, re.findall('data-cut="(.*?)"', plotting.drawing(fig)))
+    left, right = (72 * np.array([box.x0, box.x1]) / fig.dpi for box in (ax.get_tightbbox() for ax in axes))
+    assert left[1] < cut < right[0]
+    fig.legend(loc="outside lower center")
+    assert "data-cut" not in plotting.drawing(fig)
+
+
+def test_a_figure_of_one_column_is_not_cut(axes):
+    import matplotlib.pyplot as plt
+
+    fig, ax = plotting.figure()
+    ax.inset_axes((0.6, 0.6, 0.3, 0.3))
+    assert "data-cut" not in plotting.drawing(fig)
+    plt.close(fig)
+
+
+def test_a_notebook_keeps_the_svg_of_its_first_figure_and_crops_none(monkeypatch, axes):
+    import IPython
+    from IPython.core.formatters import DisplayFormatter
+    from matplotlib_inline.config import InlineBackend
+
+    shell = SimpleNamespace(display_formatter=DisplayFormatter())
+    monkeypatch.setattr(IPython, "get_ipython", lambda: shell)
+    plotting.use_style()
+    data, _ = shell.display_formatter.format(axes[0].figure)
+    assert data[plotting.DRAWING].startswith("<svg") and plotting.DRAWING not in shell.display_formatter.format(1)[0]
+    assert InlineBackend.instance().print_figure_kwargs == {"bbox_inches": None}
+
+
+def test_the_pages_have_each_colour_of_the_figures_and_the_dark_theme_a_visible_one():
+    extension = runpy.run_path(str(BOOK / "_ext" / "figures.py"))
+    css = (BOOK / "_static" / "custom.css").read_text(encoding="utf-8")
+    light, dark = (
+        dict(re.findall(r"--(\w+): (#\w{6})", block))
+        for block in re.findall(r"(?ms)^(?:html\[data-theme=\"dark\"\] )?\.drawing \{(?= --).*?\}", css)
+    )
+    for color in {*plotting.COLORS.values(), *plotting.STYLE["axes.prop_cycle"]} - {"#000000"}:
+        name = extension["COLORS"][color.lower()]
+        assert light[name] == color.lower()
+        shades = [luminance({**light, **dark}[name]) + 0.05, luminance("#14181e") + 0.05]
+        assert max(shades) / min(shades) >= 3, f"{name} on a dark page"
 
 
 def test_a_digest_changes_with_the_data_and_not_with_the_last_bits():
@@ -102,7 +180,7 @@ def luminance(colour):
 
 
 def test_the_three_kinds_of_number_can_be_read_on_light_and_dark_pages():
-    css = (pathlib.Path(__file__).resolve().parents[2] / "book" / "_static" / "custom.css").read_text(encoding="utf-8")
+    css = (BOOK / "_static" / "custom.css").read_text(encoding="utf-8")
     light, dark = (
         dict(re.findall(r"--(\w+): (#\w{6})", line))
         for line in re.findall(r"^(?::root|html\[data-theme).*--live.*$", css, re.MULTILINE)

@@ -74,7 +74,7 @@ def answer(found):
                 for key, each in zip(shown, (value["epsilon_claimed"], value["epsilon_claimed_star"], seen)):
                     shown[key].append(each)
     ax.set(xscale="log", xlabel="epsilon", yticks=-np.arange(len(labels)), ylim=(-len(labels) + 0.5, 0.5))
-    ax.set_yticklabels(labels, fontsize=8)
+    ax.set_yticklabels(labels)
     plt.show()
     return plotting.digest(digits=3, **shown)
 
@@ -102,14 +102,14 @@ def distances(found, panels=None):
     import matplotlib.pyplot as plt
 
     panels = panels or _panels(found)
-    axes = _stack(panels, 1.6, sharex=True)
+    axes = _stack(panels, 1.8, sharex=True)
     for ax, (kind, name) in zip(axes, panels):
         for key, (label, color) in _DISTANCES.items():
             _histogram(ax, found[kind].arrays[f"{name}.{key}"], color=plotting.COLORS[color], label=label)
         if f"{name}.bound" in found[kind].values:
             ax.axvline(found[kind].values[f"{name}.bound"], color="black", linestyle="--", linewidth=1)
         ax.set(xscale="log", title=f"{NAMES[name]} ({kind})", yticks=[])
-    axes[0].legend(fontsize=8)
+    axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     axes[-1].set_xlabel("distance between the weights of two runs")
     shown = {
         _plain(f"{name}_{key}"): [found[kind].values[f"{name}.{key}.{q}"] for q in ("min", "median", "max")]
@@ -124,7 +124,7 @@ def normality(record):
     """Figure 3: p-values of the test of each weight."""
     import matplotlib.pyplot as plt
 
-    fig, ax = plotting.figure()
+    fig, ax = plotting.figure(height=4.4)
     for (key, p), line in zip(record.arrays.items(), ("-", "--", "-", "--")):
         name, start = key.rsplit(".", 1)
         ax.step(
@@ -139,7 +139,7 @@ def normality(record):
     ax.axvline(0.05, color="grey", linestyle=":")
     ax.axvline(0.05 / 51, color="grey", linestyle="--")
     ax.set(xscale="log", xlim=(1e-5, 1), xlabel="p-value", ylabel="share of weights")
-    ax.legend(fontsize=8)
+    fig.legend(loc="outside upper center")
     plt.show()
     return plotting.digest(digits=3, **{_plain(key): p for key, p in record.arrays.items()})
 
@@ -190,14 +190,14 @@ def spectra(record, names=None):
     import matplotlib.pyplot as plt
 
     names = names or list(record.config["tasks"])
-    axes = _stack(names, 1.7)
+    axes = _stack(names, 1.9)
     for ax, name in zip(axes, names):
         for start, color in (("varying", plotting.COLORS["intrinsic"]), ("fixed", plotting.COLORS["estimate"])):
             row = f"{name}.{start}.natural"
             ax.plot(record.arrays[f"{row}.spectrum"], color=color, label=f"{start} start")
             ax.axhline(record.values[f"{row}.sigma_i"], color=color, linestyle=":")
         ax.set(yscale="log", title=NAMES[name])
-    axes[0].legend(fontsize=8)
+    axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     axes[-1].set_xlabel("direction")
     plt.show()
     return plotting.digest(
