@@ -168,7 +168,7 @@ def check_loss(loss, args, losses, kwargs=None, parts=None, name="loss"):
 
     mixed = None
     with torch.no_grad(), torch.random.fork_rng(devices=[losses.device] if losses.device.type == "cuda" else []):
-        for rows in [torch.arange(0, n, 2)] if parts is None else parts:
+        for rows in [torch.arange(0, n, 2, device=losses.device)] if parts is None else parts:
             rows = rows.to(losses.device)
             part, whole = of(rows), losses.detach()[rows]
             if not isinstance(part, torch.Tensor) or part.shape != (len(rows),):

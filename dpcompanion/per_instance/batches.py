@@ -103,6 +103,30 @@ def coupled_divergence(
     return _checks.as_given(found / (order - 1), *given)
 
 
+@overload
+def coupled_delta(
+    sensitivities: Sequence[float],
+    *,
+    sample_rate: float,
+    noise_std: float,
+    epsilon: float,
+    max_sensitivity: float | None = ...,
+    confidence: float | None = ...,
+    probabilities: Sequence[float] | None = ...,
+    direction: str = ...,
+) -> float: ...
+@overload
+def coupled_delta(
+    sensitivities: Array,
+    *,
+    sample_rate: Numbers,
+    noise_std: Numbers,
+    epsilon: Numbers,
+    max_sensitivity: float | None = ...,
+    confidence: float | None = ...,
+    probabilities: Array | None = ...,
+    direction: str = ...,
+) -> torch.Tensor: ...
 def coupled_delta(
     sensitivities: Array,
     *,
