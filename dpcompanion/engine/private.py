@@ -276,9 +276,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 example must depend on the weights and on this example alone. It may use the module itself, which is in
                 evaluation mode then, and keeps nothing of it.
             updates_per_epoch: measurements an epoch, above 0; from len(data_loader) on there is one before each step.
-            criterion, seed, noise_generator, grad_sample_mode, batch_first, loss_reduction, wrap_model, prove,
-                trust_loss, people, at_most, unit: as in `make_private_with_budgets`. A person's norm is measured at a
-                choice of their rows.
+            criterion, seed, noise_generator, grad_sample_mode, batch_first, loss_reduction, wrap_model: as in
+                `make_private_with_budgets`.
+            prove, trust_loss, people, at_most, unit: as there. A person's norm is measured at a choice of their rows.
 
         Raises:
             ValueError: bad input; a filter of another rate or number of examples; and what would void the account: a
