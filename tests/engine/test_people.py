@@ -337,7 +337,8 @@ def test_a_run_that_goes_on_hands_out_the_same_rows(seed, tmp_path):
     rest = seen(7, *whole)
     other, *again = made(at_most=1, seed=seed)
     other.load_checkpoint(path=tmp_path / "run.pt", module=again[0], optimizer=again[1])
-    assert seen(7, *again) == rest and len({row for rows in rest for row in rows}) > 10
+    assert seen(7, *again) == rest
+    assert seed is None or len({row for rows in rest for row in rows}) > 10
     moved, *third = made(people=PEOPLE[1:] + PEOPLE[:1], at_most=1, seed=seed)
     if seed is None:
         with pytest.warns(RuntimeWarning, match="other data"):
