@@ -141,7 +141,8 @@ def check_loss(loss, args, losses, kwargs=None, parts=None, name="loss"):
     """Refuse a loss that mixes examples: of a part of a batch it must give what it gives of all of it.
 
     The outputs of the model are given, so this costs little and is looked at in every pass. A loss that draws at random
-    cannot be compared, and is left to the other proofs.
+    cannot be compared: it is left to the other proofs of `train`, and refused where parts are given, as by the engine,
+    which has no other.
 
     Args:
         loss: what was called with `args` and `kwargs` and gave `losses`.
@@ -180,7 +181,7 @@ def check_loss(loss, args, losses, kwargs=None, parts=None, name="loss"):
             apart = (apart | (whole.isnan() != part.isnan())).any()
             if losses.device.type != "cpu":
                 mixed = apart if mixed is None else mixed | apart
-            elif apart and torch.equal(of(), losses.detach()):
+            elif apart and (parts is not None or torch.equal(of(), losses.detach())):
                 refuse_loss(whole, part, name)
     return mixed
 
@@ -193,7 +194,7 @@ def refuse_loss(whole=None, part=None, name="loss"):
         else f" ({whole[:4].tolist()} in a batch, {part[:4].tolist()} in {len(part)} of it)"
     )
     raise ValueError(
-        f"{name} must give each example's own, but an example's loss depends on the rest of the batch{seen}: "
-        "class weights or a mean over the tokens of a batch do that; use reduction='none' and divide by what belongs "
-        "to the example alone"
+        f"{name} must give each example's own, but an example's loss depends on the rest of the batch, or on chance"
+        f"{seen}: class weights or a mean over the tokens of a batch do that; use reduction='none' and divide by what "
+        "belongs to the example alone"
     )

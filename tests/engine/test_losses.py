@@ -232,6 +232,7 @@ def test_a_criterion_that_mixes_examples_or_gives_one_number_is_refused(mode):
     for criterion, word in (
         (contrastive, "depends on the rest of the batch"),
         (lambda o, y: focal(o, y) / len(y), "depends on the rest of the batch"),
+        (lambda o, y: focal(o, y) / len(y) + 1e-6 * torch.rand(len(y)), "or on chance"),
         (lambda o, y: focal(o, y).mean(), "one number an example"),
     ):
         engine, module, optimizer, criterion, loader = private(
