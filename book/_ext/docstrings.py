@@ -2,11 +2,12 @@
 
 Sphinx reads docstrings as reStructuredText; this takes a bar or the star of `(n, *shape)` for what it is, and leaves
 formulas (`:math:`), examples (`>>>`) and literal blocks as they are.  A function has one signature on its page:
-overloads are for type checkers.
+overloads are for type checkers.  What a page has under its module's name is found under its package's, too.
 """
 
 import re
 
+from docutils import nodes
 from sphinx.ext.autodoc import FunctionDocumenter
 
 
@@ -63,7 +64,20 @@ def _without_source(app):
     return []
 
 
+def _under_the_package(app, doctree):
+    """A source links back to its page by one name of its module, the package's where that has a name of it."""
+    signatures = [node for node in doctree.findall(nodes.Element) if node.tagname == "desc_signature"]
+    taken = {name for signature in signatures for name in signature["ids"]}
+    for signature in signatures:
+        module = signature.get("module") or ""
+        name = f"{module.rpartition('.')[0]}.{signature.get('fullname')}"
+        if module.count(".") > 1 and name not in taken:
+            signature["ids"].append(name)
+            taken.add(name)
+
+
 def setup(app):
+    app.connect("doctree-read", _under_the_package)
     app.connect("html-collect-pages", _without_source)
     app.setup_extension("sphinx.ext.autodoc")
 
