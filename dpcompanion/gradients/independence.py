@@ -156,8 +156,10 @@ def check_loss(loss, args, losses, kwargs=None, parts=None, name="loss"):
         ValueError: with an example's loss in both.
     """
     n, given = len(losses), (args, kwargs or {})
-    outputs = [t for t in tree_leaves(args[0] if args else kwargs) if isinstance(t, torch.Tensor)]
-    if n < 2 or not any(t.ndim and len(t) == n for t in outputs):
+    if n < 2:
+        return None
+    outputs = [t for t in tree_leaves(args[:1]) if isinstance(t, torch.Tensor)]
+    if parts is None and not any(t.ndim and len(t) == n for t in outputs):
         return None  # nothing to take a part of; the other proofs look at it
 
     def of(rows=None):

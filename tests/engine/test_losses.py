@@ -243,6 +243,16 @@ def test_a_criterion_that_mixes_examples_or_gives_one_number_is_refused(mode):
         assert engine.accountant.steps == 0
 
 
+def test_a_criterion_that_mixes_is_refused_wherever_the_outputs_stand_among_its_arguments():
+    for call in (lambda c, o, y: c(1.0, o, y), lambda c, o, y: c(scale=1.0, o=o, y=y)):
+        engine, module, optimizer, criterion, loader = private(
+            nn.Linear(4, 3), classes(), criterion=lambda scale, o, y: scale * focal(o, y) / len(y)
+        )
+        x, y = next(iter(loader))
+        refused("depends on the rest of the batch", call, criterion, module(x), y)
+        assert engine.accountant.steps == 0
+
+
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
 def test_with_a_criterion_no_gradient_comes_by_another_way(mode):
     extras = {
