@@ -46,6 +46,7 @@ def test_an_install_that_fails_is_red_and_nothing_is_run(ran, tmp_path):
     assert ran("as it is", "exit 0") == (1, "ERROR: the install failed")
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
 def test_processes_that_load_the_machine_end_with_the_command(ran, tmp_path):
     assert ran("load", "jobs -p > pids; wc -l < pids") == (0, "6")
     left = [pid for pid in (tmp_path / "load" / "clone" / "pids").read_text().split() if os.path.exists(f"/proc/{pid}")]

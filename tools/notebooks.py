@@ -41,6 +41,8 @@ import jupytext
 import nbformat
 import outputs
 
+from dpcompanion import _files
+
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 SHOWN = 24  # lines that are shown of one cell
@@ -124,8 +126,7 @@ def execute(root, source, preset, timeout, folder):
         moved, added, below = adopt(fresh, nbformat.read(twin, as_version=4))
         verdict = f"CHANGED: cell {', '.join(moved)}" if moved else "reproduced"
         verdict += f", new code: cell {', '.join(added)}" if added else ""
-    twin.parent.mkdir(parents=True, exist_ok=True)
-    nbformat.write(fresh, twin)
+    _files.replace(twin, f"{nbformat.writes(fresh)}\n".encode())
     said = f"{name}: {time.monotonic() - started:.0f} s, {len(code_cells(fresh))} code cells, {verdict}"
     return [said, *below], True
 
@@ -160,7 +161,7 @@ def take_over_prose(source):
         return "its code has changed: execute it"
     for cell, old in zip(code_cells(fresh), code_cells(executed)):
         cell.outputs, cell.execution_count = old.outputs, old.execution_count
-    nbformat.write(fresh, twin)
+    _files.replace(twin, f"{nbformat.writes(fresh)}\n".encode())
     return None
 
 
