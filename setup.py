@@ -1,6 +1,8 @@
-"""The one thing that pyproject.toml cannot say: a wheel carries the records and the chapters' sources.
+"""The one thing that pyproject.toml cannot say: a wheel carries the records and the chapters'
+sources.
 
-A checkout has them beside the package. `dpcompanion.reproduction.records.SHIPPED` is where an installed one looks.
+A checkout has them beside the package. `dpcompanion.reproduction.records.SHIPPED` is where an
+installed one looks.
 """
 
 import shutil
@@ -21,9 +23,13 @@ class WithRecords(build_py):
         for folder, patterns in SHIPPED.items():
             files = [path for pattern in patterns for path in (ROOT / folder).glob(pattern)]
             if not files:
-                raise FileNotFoundError(f"{ROOT / folder} has none of the files that the wheel carries")
+                raise FileNotFoundError(
+                    f"{ROOT / folder} has none of the files that the wheel carries"
+                )
             for path in files:
-                copy = Path(self.build_lib, "dpcompanion", "reproduction", "shipped", path.relative_to(ROOT))
+                copy = Path(
+                    self.build_lib, "dpcompanion", "reproduction", "shipped", path.relative_to(ROOT)
+                )
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, copy)
 

@@ -4,9 +4,10 @@
     python -m benchmarks training           one of them
     python -m benchmarks training --write   and write its table into benchmarks/README.md
 
-A module of this folder takes part if it has a function `run()` that returns rows: dicts with the same keys, which
-become the columns.  The module's docstring becomes the text above the table, and the machine stands below it.  Written
-anew, a table takes the place of the one that the same make of processor has left; those of other makes stay.
+A module of this folder takes part if it has a function `run()` that returns rows: dicts with the
+same keys, which become the columns. The module's docstring becomes the text above the table, and
+the machine stands below it. Written anew, a table takes the place of the one that the same make of
+processor has left; those of other makes stay.
 """
 
 import argparse
@@ -22,7 +23,9 @@ import sys
 
 FOLDER = pathlib.Path(__file__).parent
 README = FOLDER / "README.md"
-TITLE = "# Benchmarks\n\nMade by `python -m benchmarks --write`; each table names its machine below it."
+TITLE = (
+    "# Benchmarks\n\nMade by `python -m benchmarks --write`; each table names its machine below it."
+)
 
 
 def names():
@@ -55,10 +58,18 @@ def machine():
     """The machine, how busy it is, the versions, the commit and the day, in one line."""
     import torch
 
-    cpuinfo = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8") if os.path.exists("/proc/cpuinfo") else ""
+    cpuinfo = (
+        pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        if os.path.exists("/proc/cpuinfo")
+        else ""
+    )
     processor = (
         next(
-            (line.split(":")[1].strip() for line in cpuinfo.splitlines() if line.startswith("model name")),
+            (
+                line.split(":")[1].strip()
+                for line in cpuinfo.splitlines()
+                if line.startswith("model name")
+            ),
             platform.processor(),
         )
         if os.path.exists("/proc/cpuinfo")
@@ -66,15 +77,20 @@ def machine():
     )
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     named = ["git", "-C", str(FOLDER), "describe", "--always", "--dirty=+changes", "--exclude=*"]
-    commit = subprocess.run(named, capture_output=True, text=True, encoding="utf-8").stdout.strip() or "unknown"
+    commit = (
+        subprocess.run(named, capture_output=True, text=True, encoding="utf-8").stdout.strip()
+        or "unknown"
+    )
     return (
-        f"{processor}, {os.cpu_count()} cores{load}; Python {platform.python_version()}, torch {torch.__version__}; "
+        f"{processor}, {os.cpu_count()} cores{load}; Python {platform.python_version()}, torch "
+        f"{torch.__version__}; "
         f"commit {commit}, {datetime.date.today():%-d %B %Y}"
     )
 
 
 def tables(section):
-    r"""The tables of a section of the README, with the line below that names the machine, by make of processor.
+    r"""The tables of a section of the README, with the line below that names the machine, by make
+    of processor.
 
     >>> tables("## one\n\nWhat is timed.\n\n| ms |\n|---|\n| 1 |\n\nAcme 3, 2 cores; Python 3.\n")
     {'Acme 3': '| ms |\n|---|\n| 1 |\n\nAcme 3, 2 cores; Python 3.'}
@@ -93,8 +109,14 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="Timings beside peers.", allow_abbrev=False
     )
-    parser.add_argument("modules", nargs="*", metavar="module", help=f"which to run: {', '.join(names())}")
-    parser.add_argument("--write", action="store_true", help="write the tables into benchmarks/README.md, others stay")
+    parser.add_argument(
+        "modules", nargs="*", metavar="module", help=f"which to run: {', '.join(names())}"
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write the tables into benchmarks/README.md, others stay",
+    )
     options = parser.parse_args(arguments)
     if unknown := set(options.modules) - set(names()):
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(names())}")

@@ -1,4 +1,6 @@
-"""Timing ways of doing the same thing: they take turns, so that a busy moment hits all alike, and medians are shown."""
+"""Timing ways of doing the same thing: they take turns, so that a busy moment hits all alike, and
+medians are shown.
+"""
 
 import json
 import os
@@ -11,8 +13,9 @@ import torch
 
 
 def timings(makers, threads, rounds):
-    """{way: (median seconds, median CPU seconds)} of the blocks that `makers`, {way: function}, make; the first round
-    is not counted."""
+    """{way: (median seconds, median CPU seconds)} of the blocks that `makers`, {way: function},
+    make; the first round is not counted.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -26,12 +29,16 @@ def timings(makers, threads, rounds):
                     seen[way].append((time.perf_counter() - wall, time.process_time() - cpu))
     finally:
         torch.set_num_threads(before)
-    return {way: tuple(statistics.median(values) for values in zip(*pairs)) for way, pairs in seen.items()}
+    return {
+        way: tuple(statistics.median(values) for values in zip(*pairs))
+        for way, pairs in seen.items()
+    }
 
 
 def peak_memory(module, *which):
-    """MiB by which the memory of a fresh process, `python -m module which`, grows at most while its block runs; None
-    off Linux.  Such a process ends with `print_peak_of(block)`."""
+    """MiB by which the memory of a fresh process, `python -m module which`, grows at most while its
+    block runs; None off Linux. Such a process ends with `print_peak_of(block)`.
+    """
     if not os.path.exists("/proc/self/clear_refs"):
         return None
     done = subprocess.run(

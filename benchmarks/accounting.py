@@ -1,14 +1,15 @@
 """Accounting for the sampled Gaussian mechanism beside Opacus and dp-accounting.
 
-*RDP*: one step at 10,000 different noise multipliers (0.5 to 20, rate 0.01), at Opacus's own 151 default orders and at
-ours; Opacus's `compute_rdp` is called once for each, of which a sample of 50 is timed and scaled.
-*epsilon*: one epsilon by loss distributions, within 0.1%, at the reference point (rate 512/60000, noise 3.42529, 9,375
-steps, delta 1e-5); dp-accounting at its grid of 1e-4.
-*calibration*: the noise multiplier that meets (1, 1e-5) at rate 1/118 and 9,440 steps; dp-accounting's
-`calibrate_dp_mechanism` at the same grid, to a tolerance of 1e-4.
+*RDP*: one step at 10,000 different noise multipliers (0.5 to 20, rate 0.01), at Opacus's own 151
+default orders and at ours; Opacus's `compute_rdp` is called once for each, of which a sample of 50
+is timed and scaled. *epsilon*: one epsilon by loss distributions, within 0.1%, at the reference
+point (rate 512/60000, noise 3.42529, 9,375 steps, delta 1e-5); dp-accounting at its grid of 1e-4.
+*calibration*: the noise multiplier that meets (1, 1e-5) at rate 1/118 and 9,440 steps;
+dp-accounting's `calibrate_dp_mechanism` at the same grid, to a tolerance of 1e-4.
 
-Ways take turns, and the medians are shown. `ratio` is the time over ours. `CPU ms` adds up all threads. `peak MiB` is
-what the process's memory grows by at most, in a process of its own with two threads (of Opacus, for its sample).
+Ways take turns, and the medians are shown. `ratio` is the time over ours. `CPU ms` adds up all
+threads. `peak MiB` is what the process's memory grows by at most, in a process of its own with two
+threads (of Opacus, for its sample).
 """
 
 import sys
@@ -28,14 +29,18 @@ def noises(n):
 
 def our_rdp(orders):
     values = noises(MANY)
-    return lambda: accounting.rdp_sampled_gaussian(sample_rate=0.01, noise_multiplier=values, orders=orders)
+    return lambda: accounting.rdp_sampled_gaussian(
+        sample_rate=0.01, noise_multiplier=values, orders=orders
+    )
 
 
 def opacus_rdp(orders):
     from opacus.accountants.analysis.rdp import compute_rdp
 
     values = noises(SAMPLE).tolist()
-    return lambda: [compute_rdp(q=0.01, noise_multiplier=value, steps=1, orders=orders) for value in values]
+    return lambda: [
+        compute_rdp(q=0.01, noise_multiplier=value, steps=1, orders=orders) for value in values
+    ]
 
 
 def opacus_orders():
@@ -102,11 +107,19 @@ def run():
 
     warnings.simplefilter("ignore")
     rows = []
-    for task, rounds in (("RDP, Opacus's orders", 3), ("RDP, our orders", 1), ("epsilon", 15), ("calibration", 3)):
+    for task, rounds in (
+        ("RDP, Opacus's orders", 3),
+        ("RDP, our orders", 1),
+        ("epsilon", 15),
+        ("calibration", 3),
+    ):
         peaks = {way: peak_memory("benchmarks.accounting", task, way) for way in WAYS[task]}
         for threads in (1, 2):
             times = timings({way: make for way, (make, _) in WAYS[task].items()}, threads, rounds)
-            times = {way: (WAYS[task][way][1] * wall, WAYS[task][way][1] * cpu) for way, (wall, cpu) in times.items()}
+            times = {
+                way: (WAYS[task][way][1] * wall, WAYS[task][way][1] * cpu)
+                for way, (wall, cpu) in times.items()
+            }
             rows += [
                 {
                     "task": task,

@@ -1,13 +1,14 @@
 """Runs of DP-SGD side by side (`train_ensemble`) and one after the other (`train`).
 
-*CNN*: ten trials of the MNIST CNN (26,010 parameters, float32), expected batches of 512 out of 60,000. *softmax*:
-a hundred logistic regressions on 14 x 14 pixels (1,970 parameters, float64), expected batches of 200 out of 4,000.
-*char RNN*: four runs of the LSTM on names of 20 bytes (382,418 parameters), expected batches of 64 out of 1,000.
-Data are random; the time is that of one step of one run, with draws, noise and update,
-in blocks of several runs and steps.
+*CNN*: ten trials of the MNIST CNN (26,010 parameters, float32), expected batches of 512 out of
+60,000. *softmax*: a hundred logistic regressions on 14 x 14 pixels (1,970 parameters, float64),
+expected batches of 200 out of 4,000. *char RNN*: four runs of the LSTM on names of 20 bytes
+(382,418 parameters), expected batches of 64 out of 1,000. Data are random; the time is that of one
+step of one run, with draws, noise and update, in blocks of several runs and steps.
 
-With two threads `train` uses them within an operation and `train_ensemble` gives each some of the runs. `faster` is the
-time of one after the other, with as many threads, over that of side by side. On a GPU, if there is one, the same.
+With two threads `train` uses them within an operation and `train_ensemble` gives each some of the
+runs. `faster` is the time of one after the other, with as many threads, over that of side by side.
+On a GPU, if there is one, the same.
 """
 
 import torch
@@ -23,11 +24,14 @@ def _problem(shape, n, batch, steps, dtype=torch.float32, classes=10):
         if dtype is None
         else torch.randn(shape, generator=generator, dtype=dtype)
     )
-    plan = DPSGDPlan(n=n, sample_rate=batch / n, steps=steps, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
+    plan = DPSGDPlan(
+        n=n, sample_rate=batch / n, steps=steps, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5
+    )
     return (x, torch.randint(classes, (n,), generator=generator)), plan
 
 
-# task: (model of a seed, runs side by side, runs one after the other that stand for them, data and plan)
+# task: (model of a seed, runs side by side, runs one after the other that stand for them, data and
+# plan)
 TASKS = {
     "CNN": (models.mnist_cnn, 10, 2, lambda: _problem((60_000, 1, 28, 28), 60_000, 512, 12)),
     "softmax": (
@@ -85,7 +89,10 @@ def run():
         for task, (_, runs, stand_ins, problem) in TASKS.items():
             steps = problem()[1].steps
             found = timings(
-                {way.__name__: lambda way=way: way(task, device) for way in (one_after_the_other, side_by_side)},
+                {
+                    way.__name__: lambda way=way: way(task, device)
+                    for way in (one_after_the_other, side_by_side)
+                },
                 threads,
                 3,
             )

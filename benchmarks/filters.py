@@ -1,14 +1,15 @@
 """Filters: what the worst strategy costs to compute, and a training step with a filter.
 
-*Worst case* (`adaptive_delta`) and *calibration* (`calibrate_filter`, nothing kept): Boenisch et al. on MNIST, 9,375
-steps in blocks of a third of an epoch, and Yu et al. on CIFAR-10, 3,600 steps of 4,096 in blocks of 36, with four and
-with ten levels and costs that are the squares of the norms, in both directions.  The step is that of a small CNN on
-60,000 examples of which one in a hundred is drawn: alone, with the exact filter, and with the Rényi filter; norms are
-not measured here (see the benchmark of tracking).  *clip_norms* is all that a filter adds to a step; over a step alone
-it is the exact overhead, which the ratio of whole steps shows with the noise of a busy machine.
+*Worst case* (`adaptive_delta`) and *calibration* (`calibrate_filter`, nothing kept): Boenisch et
+al. on MNIST, 9,375 steps in blocks of a third of an epoch, and Yu et al. on CIFAR-10, 3,600 steps
+of 4,096 in blocks of 36, with four and with ten levels and costs that are the squares of the norms,
+in both directions. The step is that of a small CNN on 60,000 examples of which one in a hundred is
+drawn: alone, with the exact filter, and with the Rényi filter; norms are not measured here (see the
+benchmark of tracking). *clip_norms* is all that a filter adds to a step; over a step alone it is
+the exact overhead, which the ratio of whole steps shows with the noise of a busy machine.
 
-`cpu s` is processor time on one core.  `peak MiB` is what the process's memory grows by at most, in a process of its
-own.
+`cpu s` is processor time on one core. `peak MiB` is what the process's memory grows by at most, in
+a process of its own.
 """
 
 import sys
@@ -22,8 +23,14 @@ from dpcompanion.training import DPSGDPlan, cross_entropy, train
 from dpcompanion.training.models import mnist_cnn
 
 SETTINGS = {
-    "MNIST, 240 blocks of 39": (dict(sample_rate=512 / 60_000, noise_multiplier=3.425, epsilon=0.92, block=39), 240),
-    "CIFAR-10, 100 blocks of 36": (dict(sample_rate=4096 / 50_000, noise_multiplier=3.3, epsilon=7.0, block=36), 100),
+    "MNIST, 240 blocks of 39": (
+        dict(sample_rate=512 / 60_000, noise_multiplier=3.425, epsilon=0.92, block=39),
+        240,
+    ),
+    "CIFAR-10, 100 blocks of 36": (
+        dict(sample_rate=4096 / 50_000, noise_multiplier=3.3, epsilon=7.0, block=36),
+        100,
+    ),
 }
 N, STEPS, NORM = 60_000, 20, 1.0
 
@@ -78,7 +85,9 @@ class Filtering:
 
 def steps():
     """{way: (seconds, CPU seconds) of a step}."""
-    plan = DPSGDPlan(n=N, sample_rate=0.01, steps=STEPS, max_grad_norm=NORM, noise_multiplier=1.0, delta=1e-5)
+    plan = DPSGDPlan(
+        n=N, sample_rate=0.01, steps=STEPS, max_grad_norm=NORM, noise_multiplier=1.0, delta=1e-5
+    )
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(N, 1, 28, 28, generator=generator)
     y = torch.randint(10, (N,), generator=generator)
@@ -88,11 +97,19 @@ def steps():
         "exact filter": lambda: [
             Filtering(
                 ExactFilter(
-                    N, **run, levels=[0.25, 0.5, 0.75, 1.0], costs=[1, 4, 9, 16], budget=10**6, steps=STEPS, block=10
+                    N,
+                    **run,
+                    levels=[0.25, 0.5, 0.75, 1.0],
+                    costs=[1, 4, 9, 16],
+                    budget=10**6,
+                    steps=STEPS,
+                    block=10,
                 )
             )
         ],
-        "Rényi filter": lambda: [Filtering(RenyiFilter.for_epsilon(N, **run, target_epsilons=8.0, target_delta=1e-5))],
+        "Rényi filter": lambda: [
+            Filtering(RenyiFilter.for_epsilon(N, **run, target_epsilons=8.0, target_delta=1e-5))
+        ],
     }
 
     def block(trackers):
@@ -117,10 +134,20 @@ def steps():
 
 
 def admission():
-    """{way: CPU seconds of `clip_norms`, a step}: a block's worth of calls, its beginning included."""
+    """{way: CPU seconds of `clip_norms`, a step}: a block's worth of calls, its beginning
+    included.
+    """
     run = dict(sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=NORM)
     norms = torch.rand(N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    exact = ExactFilter(N, **run, levels=[0.25, 0.5, 0.75, 1.0], costs=[1, 4, 9, 16], budget=10**6, steps=100, block=10)
+    exact = ExactFilter(
+        N,
+        **run,
+        levels=[0.25, 0.5, 0.75, 1.0],
+        costs=[1, 4, 9, 16],
+        budget=10**6,
+        steps=100,
+        block=10,
+    )
     renyi = RenyiFilter.for_epsilon(N, **run, target_epsilons=8.0, target_delta=1e-5)
 
     def block(filter):
@@ -185,5 +212,9 @@ def run():
 if __name__ == "__main__":
     task, name, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
     print_peak_of(
-        lambda: adaptive_delta(**game(name, count), progress=False) if task == "worst case" else calibrated(name, count)
+        lambda: (
+            adaptive_delta(**game(name, count), progress=False)
+            if task == "worst case"
+            else calibrated(name, count)
+        )
     )

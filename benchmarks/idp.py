@@ -1,15 +1,15 @@
 """Individualised budgets: finding parameters, and a training step with them.
 
-*Parameters*: as table 15 of Boenisch et al. 2023, MNIST (rate 1/118, 9,440 steps, delta 1e-5) with budgets evenly
-spaced from 1 to 6 and groups of equal size; by RDP as there, where the paper reports 277.52 s (Sample) and 78.85 s
-(Scale) for 128 groups; and by loss distributions. The plain loop searches one group after the other with
-`find_noise_multiplier` or `find_sample_rate`; its time is that of eight groups, scaled up.
-*Step*: the MNIST CNN (26,010 parameters, float32), batches of 512 with the loader, random data, in Opacus: its own
-`PrivacyEngine` against ours with one budget for all and with three budgets (Scale; Sample's steps differ in who is
-drawn only).
+*Parameters*: as table 15 of Boenisch et al. 2023, MNIST (rate 1/118, 9,440 steps, delta 1e-5) with
+budgets evenly spaced from 1 to 6 and groups of equal size; by RDP as there, where the paper reports
+277.52 s (Sample) and 78.85 s (Scale) for 128 groups; and by loss distributions. The plain loop
+searches one group after the other with `find_noise_multiplier` or `find_sample_rate`; its time is
+that of eight groups, scaled up. *Step*: the MNIST CNN (26,010 parameters, float32), batches of 512
+with the loader, random data, in Opacus: its own `PrivacyEngine` against ours with one budget for
+all and with three budgets (Scale; Sample's steps differ in who is drawn only).
 
-Ways take turns, and the medians are shown. `ratio` is the time over the plain loop's (parameters) or over Opacus's
-(steps). `CPU s` adds up all threads.
+Ways take turns, and the medians are shown. `ratio` is the time over the plain loop's (parameters)
+or over Opacus's (steps). `CPU s` adds up all threads.
 """
 
 import warnings
@@ -34,7 +34,9 @@ def budgets(n):
 def ours(method, groups, accountant="rdp"):
     extra = {"max_grad_norm": 0.2} if method == "scale" else {}
     search = {"sample": idp.sample_parameters, "scale": idp.scale_parameters}[method]
-    return lambda: lambda: search(budgets(groups), torch.ones(groups), accountant=accountant, **extra, **RUN)
+    return lambda: (
+        lambda: search(budgets(groups), torch.ones(groups), accountant=accountant, **extra, **RUN)
+    )
 
 
 def plain_scale():
@@ -49,7 +51,9 @@ def plain_sample():
 
     def missing(noise):
         rates = [
-            accounting.find_sample_rate(target_epsilon=epsilon, noise_multiplier=noise, accountant="rdp", **run)
+            accounting.find_sample_rate(
+                target_epsilon=epsilon, noise_multiplier=noise, accountant="rdp", **run
+            )
             for epsilon in budgets(GROUPS).tolist()
         ]
         return sum(rates) / len(rates) / RUN["sample_rate"] - 1
@@ -70,7 +74,8 @@ def parameters(method, groups):
 def images():
     generator = torch.Generator().manual_seed(0)
     return TensorDataset(
-        torch.randn(BATCH, 1, 28, 28, generator=generator), torch.randint(10, (BATCH,), generator=generator)
+        torch.randn(BATCH, 1, 28, 28, generator=generator),
+        torch.randint(10, (BATCH,), generator=generator),
     )
 
 

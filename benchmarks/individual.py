@@ -1,10 +1,11 @@
 """Accounts of 50,000 examples that change their gradient norm 200 times (1e7 norms),
 and of 60,000 histories by loss distributions.
 
-Yu et al. 2023 (table 1) report 26,000 s on five cores for the exact account, and 3 s with norms rounded to 100 values.
-The plain way computes the divergence of every norm at every order; its time is that of 20,000 norms, scaled up. The
-peer of the loss distributions is dp-accounting at a grid of 1e-4, composing one history at a time; its time is that of
-20 histories, scaled up. `cpu s` is processor time, `peak MiB` what the memory of the process reached.
+Yu et al. 2023 (table 1) report 26,000 s on five cores for the exact account, and 3 s with norms
+rounded to 100 values. The plain way computes the divergence of every norm at every order; its time
+is that of 20,000 norms, scaled up. The peer of the loss distributions is dp-accounting at a grid of
+1e-4, composing one history at a time; its time is that of 20 histories, scaled up. `cpu s` is
+processor time, `peak MiB` what the memory of the process reached.
 """
 
 import resource
@@ -38,7 +39,9 @@ def plainly(count):
     """The divergences of `count` norms, each computed for itself."""
     norms = next(norms_of(count, 1)).clamp(1e-3, 1)
     rdp_sampled_gaussian(
-        sample_rate=RUN["sample_rate"], noise_multiplier=RUN["noise_multiplier"] / norms, orders=DEFAULT_ORDERS
+        sample_rate=RUN["sample_rate"],
+        noise_multiplier=RUN["noise_multiplier"] / norms,
+        orders=DEFAULT_ORDERS,
     )
 
 
@@ -83,13 +86,21 @@ def run():
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            rounded, _ = timed("RDP, rounded to 100 levels", threads, lambda: accounts(50_000, 200, 1, RUN))
-            exact, _ = timed("RDP, every norm", threads, lambda: accounts(50_000, 200, 1, RUN, rounding=None))
-            plain, _ = timed("RDP, every norm, plainly", threads, lambda: plainly(20_000), 1e7 / 20_000)
+            rounded, _ = timed(
+                "RDP, rounded to 100 levels", threads, lambda: accounts(50_000, 200, 1, RUN)
+            )
+            exact, _ = timed(
+                "RDP, every norm", threads, lambda: accounts(50_000, 200, 1, RUN, rounding=None)
+            )
+            plain, _ = timed(
+                "RDP, every norm, plainly", threads, lambda: plainly(20_000), 1e7 / 20_000
+            )
             pld, (accountant, _) = timed(
                 "PLD, rounded", threads, lambda: accounts(60_000, 40, 234, MNIST, accountant="pld")
             )
-            peer, _ = timed("PLD, dp-accounting", threads, lambda: one_by_one(accountant, 20), 60_000 / 20)
+            peer, _ = timed(
+                "PLD, dp-accounting", threads, lambda: one_by_one(accountant, 20), 60_000 / 20
+            )
             for ours, other in ((exact, plain), (pld, peer)):
                 ours["times faster"] = other["s"] / ours["s"]
             rows += [rounded, exact, plain, pld, peer]

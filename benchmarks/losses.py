@@ -1,11 +1,13 @@
-"""What it costs that the engine checks the loop's loss: processor time of a step, on random data, one thread.
+"""What it costs that the engine checks the loop's loss: processor time of a step, on random data,
+one thread.
 
-An epoch of eight steps with the loader, by Opacus's hooks: the engine compares what comes back to the model's outputs
-with standard losses (*compared*), with the losses of the criterion that it was given (*criterion*), or takes the loop's
-word (*trust_loss*); beside them Opacus's own engine. The models are a linear one of 20 features and the MNIST CNN in
-batches of 512, and a transformer of 526,090 parameters on 64 tokens in batches of 32. Ways take turns, epoch by epoch,
-and medians are shown; `ratio` is the time over that of *trust_loss*. What is looked at in batches 1, 2, 4, 8, ... only
-is in the first epochs, and hardly in a median.
+An epoch of eight steps with the loader, by Opacus's hooks: the engine compares what comes back to
+the model's outputs with standard losses (*compared*), with the losses of the criterion that it was
+given (*criterion*), or takes the loop's word (*trust_loss*); beside them Opacus's own engine. The
+models are a linear one of 20 features and the MNIST CNN in batches of 512, and a transformer of
+526,090 parameters on 64 tokens in batches of 32. Ways take turns, epoch by epoch, and medians are
+shown; `ratio` is the time over that of *trust_loss*. What is looked at in batches 1, 2, 4, 8, ...
+only is in the first epochs, and hardly in a median.
 """
 
 import warnings
@@ -39,7 +41,11 @@ MODELS = {
     "mnist_cnn": (models.mnist_cnn, _images, 512),
     "transformer": (Transformer, _texts, 32),
 }
-WAYS = {"compared": {}, "criterion": {"criterion": nn.CrossEntropyLoss()}, "trust_loss": {"trust_loss": True}}
+WAYS = {
+    "compared": {},
+    "criterion": {"criterion": nn.CrossEntropyLoss()},
+    "trust_loss": {"trust_loss": True},
+}
 
 
 def maker(name, way):

@@ -1,18 +1,21 @@
-r"""Clipped sums and gradient norms of the papers' networks and of two transformers, float32, one thread, random data.
+r"""Clipped sums and gradient norms of the papers' networks and of two transformers, float32, one
+thread, random data.
 
-*Step*: the gradient of a batch, ours and Opacus's clipped (noise and update cost all the same), kept until the next
-step; *norms*: everybody's gradient norm in one batch. Ways take turns, call by call, and medians of processor time are
-shown. `ratio` is the time over that of a plain gradient in its own best format, contiguous or `channels_last`, in the
-same turns. Batches are of 32, of the transformer of BERT's size (109 million parameters) of 4 texts of 32, 128 or 512
-tokens. `peak MiB` is what the memory of a process of its own grows by at most in a step.
+*Step*: the gradient of a batch, ours and Opacus's clipped (noise and update cost all the same),
+kept until the next step; *norms*: everybody's gradient norm in one batch. Ways take turns, call by
+call, and medians of processor time are shown. `ratio` is the time over that of a plain gradient in
+its own best format, contiguous or `channels_last`, in the same turns. Batches are of 32, of the
+transformer of BERT's size (109 million parameters) of 4 texts of 32, 128 or 512 tokens. `peak MiB`
+is what the memory of a process of its own grows by at most in a step.
 
-Goals that we set ourselves, beside plain: steps within 1.6 (ResNet-20), 1.9 (the wide one) and 1.5 (the CIFAR-10
-network), norms within 1.3, 1.6 and 1.4, memory within 1.5 (the wide one). Norms of ResNet-20 miss theirs on every
-machine so far: a gradient of its first layers is a product of 16 rows, which runs at two thirds of the speed of the
-convolution that plain autograd takes instead. On Intel norms of the wide one and both of the CIFAR-10 network's miss
-theirs by little. The wide one's memory misses it beside plain in its best format. In time dpcompanion is ahead of every
-mode of Opacus, but for the float32 step of BERT's size, in memory not always. Expanded weights do not take the wide
-one.
+Goals that we set ourselves, beside plain: steps within 1.6 (ResNet-20), 1.9 (the wide one) and 1.5
+(the CIFAR-10 network), norms within 1.3, 1.6 and 1.4, memory within 1.5 (the wide one). Norms of
+ResNet-20 miss theirs on every machine so far: a gradient of its first layers is a product of 16
+rows, which runs at two thirds of the speed of the convolution that plain autograd takes instead. On
+Intel norms of the wide one and both of the CIFAR-10 network's miss theirs by little. The wide one's
+memory misses it beside plain in its best format. In time dpcompanion is ahead of every mode of
+Opacus, but for the float32 step of BERT's size, in memory not always. Expanded weights do not take
+the wide one.
 """
 
 import functools
@@ -29,7 +32,9 @@ from dpcompanion.training import clipped_sum, cross_entropy, gradient_norms, mod
 
 
 class Transformer(nn.Module):
-    """Two blocks of width 128 with four heads, on 64 of 1,000 tokens; 526,090 parameters. Or other sizes."""
+    """Two blocks of width 128 with four heads, on 64 of 1,000 tokens; 526,090 parameters. Or other
+    sizes.
+    """
 
     def __init__(self, tokens=1000, width=128, heads=4, blocks=2):
         super().__init__()
@@ -55,7 +60,10 @@ class Transformer(nn.Module):
         x = self.embedding(tokens)
         for b in self.blocks:
             a = b["norm"](x)
-            q, k, v = (b[name](a).unflatten(2, (self.heads, -1)).transpose(1, 2) for name in ("query", "key", "value"))
+            q, k, v = (
+                b[name](a).unflatten(2, (self.heads, -1)).transpose(1, 2)
+                for name in ("query", "key", "value")
+            )
             weights = ((q @ k.mT) / math.sqrt(q.shape[-1])).softmax(-1)
             x = x + b["out"]((weights @ v).transpose(1, 2).flatten(2))
             x = x + b["narrow"](F.gelu(b["wide"](b["after"](x))))
@@ -125,12 +133,16 @@ def plain(name, channels_last=False):
 def ours(name, task, precision=None):
     model, x, y = built(name)
     if task == "norms":
-        return lambda: gradient_norms(model, cross_entropy, x, y, method="mixed", precision=precision)
+        return lambda: gradient_norms(
+            model, cross_entropy, x, y, method="mixed", precision=precision
+        )
     kept = []
 
     def step():
         kept.clear()  # as `zero_grad` lets go of what the call before has left, and not earlier
-        kept.append(clipped_sum(model, cross_entropy, x, y, 1.0, method="mixed", precision=precision))
+        kept.append(
+            clipped_sum(model, cross_entropy, x, y, 1.0, method="mixed", precision=precision)
+        )
 
     return step
 
@@ -144,7 +156,9 @@ def opacus(name, task, mode):
     parameters = torch.optim.SGD(model.parameters(), lr=0.01)
     options = {"noise_multiplier": 0.0, "max_grad_norm": 1.0, "expected_batch_size": len(x)}
     if mode == "ghost":
-        model = grad_sample.GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, use_ghost_clipping=True)
+        model = grad_sample.GradSampleModuleFastGradientClipping(
+            model, max_grad_norm=1.0, use_ghost_clipping=True
+        )
         optimizer = DPOptimizerFastGradientClipping(parameters, **options)
         loss = DPLossFastGradientClipping(model, optimizer, nn.CrossEntropyLoss())
     else:
@@ -165,7 +179,9 @@ def opacus(name, task, mode):
         F.cross_entropy(model(x), y).backward()
         if mode == "ghost":
             return model.get_norm_sample()
-        return torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in model.parameters()]).norm(dim=0)
+        return torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in model.parameters()]).norm(
+            dim=0
+        )
 
     return step if task == "step" else norms
 
@@ -180,7 +196,9 @@ def maker(name, task, way):
 
 
 def ways(name, task):
-    """{way: a function that makes what is timed}, of those that take the network on this machine."""
+    """{way: a function that makes what is timed}, of those that take the network on this
+    machine.
+    """
     found = {}
     for way in (
         "plain",
@@ -198,7 +216,9 @@ def ways(name, task):
             maker(name, task, way)()()
             found[way] = maker(name, task, way)
         except Exception as error:  # each refuses in a way of its own
-            print(f"{way} does not take {name}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
+            print(
+                f"{way} does not take {name}: {str(error).splitlines()[0][:100]}", file=sys.stderr
+            )
     return found
 
 
@@ -212,7 +232,9 @@ def run():
             blocks = {way: lambda make=make: waited(make()) for way, make in makers.items()}
             times = {
                 way: (wall if DEVICE == "cuda" else cpu) / n
-                for way, (wall, cpu) in timings(blocks, 1, 3 if name.startswith("bert") else 7).items()
+                for way, (wall, cpu) in timings(
+                    blocks, 1, 3 if name.startswith("bert") else 7
+                ).items()
             }
             best = min(seconds for way, seconds in times.items() if way.startswith("plain"))
             peaks = {way: peak(name, way) for way in makers} if task == "step" else {}

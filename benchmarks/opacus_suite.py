@@ -2,9 +2,10 @@
 
     python -m benchmarks.opacus_suite [--write] [options of pytest, such as -k WORDS]
 
-The tests are those that the installed version of Opacus brings, run by pytest; Hypothesis tries three examples in each
-of its own. An adapter gives `make_private` to the engine: equal budgets that come out at the noise that a test asks
-for. What cannot be asked of the engine that way (noise of zero, batches without Poisson sampling) is `not offered`.
+The tests are those that the installed version of Opacus brings, run by pytest; Hypothesis tries
+three examples in each of its own. An adapter gives `make_private` to the engine: equal budgets that
+come out at the noise that a test asks for. What cannot be asked of the engine that way (noise of
+zero, batches without Poisson sampling) is `not offered`.
 """
 
 import argparse
@@ -40,8 +41,8 @@ MODULES = (
     "schedulers.noise_scheduler_test",
 )
 NOT_OFFERED = "not offered"
-# Tests that fail because of what is not offered, without asking the adapter for it. Those of texts put the examples on
-# the second axis and do not say so.
+# Tests that fail because of what is not offered, without asking the adapter for it. Those of texts
+# put the examples on the second axis and do not say so.
 DIFFERENT = {
     "*.test_deterministic_run": "runs that PyTorch's seed repeats",
     "*.PrivacyEngineSecureModeTest.test_global_seed": "runs that PyTorch's seed repeats",
@@ -54,7 +55,9 @@ class NotOffered(Exception):
 
 
 class Adapter(IndividualizedPrivacyEngine):
-    """`make_private` in the words of Opacus: one budget for all, for a hundred epochs, with the noise that is asked."""
+    """`make_private` in the words of Opacus: one budget for all, for a hundred epochs, with the
+    noise that is asked.
+    """
 
     def __init__(self, *, accountant="rdp", secure_mode=False):
         super().__init__(accountant="rdp", secure_mode=secure_mode)
@@ -84,7 +87,10 @@ class Adapter(IndividualizedPrivacyEngine):
         rate, delta = 1 / len(data_loader), 1e-5
         budget = float(
             idp.rdp_epsilons(
-                torch.tensor([rate]).double(), torch.tensor([noise_multiplier]).double(), steps=steps, delta=delta
+                torch.tensor([rate]).double(),
+                torch.tensor([noise_multiplier]).double(),
+                steps=steps,
+                delta=delta,
             )[0]
         )
         private = self.make_private_with_budgets(
@@ -104,7 +110,9 @@ class Adapter(IndividualizedPrivacyEngine):
             private[1].noise_multiplier = noise_multiplier
         return private
 
-    def make_private_with_epsilon(self, *, data_loader, target_epsilon, poisson_sampling=True, **options):
+    def make_private_with_epsilon(
+        self, *, data_loader, target_epsilon, poisson_sampling=True, **options
+    ):
         if not poisson_sampling:
             raise NotOffered("batches without Poisson sampling")
         return self.make_private_with_budgets(
@@ -128,7 +136,9 @@ class Suite:
         items[:] = [item for item in items if hasattr(item.module, "PrivacyEngine")]
 
     def pytest_runtest_makereport(self, item, call):
-        name = ".".join([item.module.__name__.removeprefix("opacus.tests."), item.cls.__name__, item.name])
+        name = ".".join(
+            [item.module.__name__.removeprefix("opacus.tests."), item.cls.__name__, item.name]
+        )
         error = call.excinfo and call.excinfo.value
         if error is None:
             if call.when == "call":
@@ -144,7 +154,10 @@ class Suite:
 
 
 def different(name):
-    return next((reason for pattern, reason in DIFFERENT.items() if fnmatch.fnmatch(f".{name}", pattern)), None)
+    return next(
+        (reason for pattern, reason in DIFFERENT.items() if fnmatch.fnmatch(f".{name}", pattern)),
+        None,
+    )
 
 
 def chain(error):
@@ -156,22 +169,42 @@ def chain(error):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--write", action="store_true", help="write the outcomes to opacus_suite.json")
+    parser.add_argument(
+        "--write", action="store_true", help="write the outcomes to opacus_suite.json"
+    )
     options, for_pytest = parser.parse_known_args()
     torch.set_num_threads(1)
-    hypothesis.settings.register_profile("few", max_examples=3, deadline=None, derandomize=True, database=None)
+    hypothesis.settings.register_profile(
+        "few", max_examples=3, deadline=None, derandomize=True, database=None
+    )
     hypothesis.settings.load_profile("few")
     with contextlib.suppress(ImportError):
         import_torchvision()
     suite = Suite()
-    quiet = ["-c", os.devnull, "-p", "no:cacheprovider", "-q", "--tb=no", "-W", "ignore", "--pyargs"]
-    pytest.main([*quiet, *for_pytest, *(f"opacus.tests.{name}" for name in MODULES)], plugins=[suite])
+    quiet = [
+        "-c",
+        os.devnull,
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "--tb=no",
+        "-W",
+        "ignore",
+        "--pyargs",
+    ]
+    pytest.main(
+        [*quiet, *for_pytest, *(f"opacus.tests.{name}" for name in MODULES)], plugins=[suite]
+    )
     for name, (outcome, reason) in suite.of.items():
         print(f"{outcome:18} {name}  {reason}")
     totals = dict(sorted(collections.Counter(outcome for outcome, _ in suite.of.values()).items()))
     print(totals)
     if options.write:
-        found = {"opacus": opacus.__version__, "totals": totals, "tests": dict(sorted(suite.of.items()))}
+        found = {
+            "opacus": opacus.__version__,
+            "totals": totals,
+            "tests": dict(sorted(suite.of.items())),
+        }
         FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return int(totals.get("fails", 0) > 0)
 

@@ -1,10 +1,11 @@
-"""SGD on every (neighbouring data set, seed), side by side, on random data of the sizes of Hyland and Tople 2020.
+"""SGD on every (neighbouring data set, seed), side by side, on random data of the sizes of Hyland
+and Tople 2020.
 
-*MNIST-binary*: all 2 x 99 seeds x 50 data sets = 9,900 runs (the paper has 9,799) of 1,850 batches of 32, 51
-parameters, by `train_grid` and by a plain PyTorch loop, whose time is that of three runs, scaled up. *All three*: the
-51,916 runs of the three convex tasks (the paper has 51,617), whose time is that of a share of the seeds, scaled up.
-`runs/s` counts whole runs, `times the loop` compares them. `peak MiB` is what the memory of a process of its own
-grows by at most.
+*MNIST-binary*: all 2 x 99 seeds x 50 data sets = 9,900 runs (the paper has 9,799) of 1,850 batches
+of 32, 51 parameters, by `train_grid` and by a plain PyTorch loop, whose time is that of three runs,
+scaled up. *All three*: the 51,916 runs of the three convex tasks (the paper has 51,617), whose time
+is that of a share of the seeds, scaled up. `runs/s` counts whole runs, `times the loop` compares
+them. `peak MiB` is what the memory of a process of its own grows by at most.
 """
 
 import sys
@@ -16,7 +17,8 @@ from torch import nn
 from benchmarks._turns import peak_memory, print_peak_of
 from dpcompanion.output_perturbation.grids import epoch_orders, initial_weights, train_grid
 
-# Examples, features, batch size, learning rate, batches, data sets, seeds, and the share of the seeds that is timed.
+# Examples, features, batch size, learning rate, batches, data sets, seeds, and the share of the
+# seeds that is timed.
 TASKS = {
     "MNIST-binary": (10397, 50, 32, 0.1, 1850, 50, 99, 1.0),
     "Forest": (378783, 49, 50, 1.0, 8400, 64, 127, 0.2),
@@ -27,7 +29,9 @@ TASKS = {
 def problem(examples, size, dtype):
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(examples, size, generator=generator, dtype=dtype)
-    return features / features.norm(dim=1, keepdim=True), torch.randint(2, (examples,), generator=generator)
+    return features / features.norm(dim=1, keepdim=True), torch.randint(
+        2, (examples,), generator=generator
+    )
 
 
 def grid(task, dtype, share=1.0):
@@ -73,7 +77,9 @@ def plain_loop(task, dtype, runs=3):
         ]
         for batch in batches[:steps]:
             optimizer.zero_grad()
-            nn.functional.binary_cross_entropy_with_logits(model(x[batch]).squeeze(1), y[batch]).backward()
+            nn.functional.binary_cross_entropy_with_logits(
+                model(x[batch]).squeeze(1), y[batch]
+            ).backward()
             optimizer.step()
     return (time.perf_counter() - started) * 2 * seeds * data_sets / runs
 
@@ -90,7 +96,8 @@ def _peak(task, dtype):
 def run():
     """The rows of the table."""
     rows, before = [], torch.get_num_threads()
-    plain_loop("MNIST-binary", torch.float32, runs=1)  # the first pass of a process pays for what it sets up
+    # the first pass of a process pays for what it sets up
+    plain_loop("MNIST-binary", torch.float32, runs=1)
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
@@ -126,7 +133,9 @@ def run():
                             "s": total,
                             "runs/s": _runs(TASKS) / total,
                             "times the loop": None,
-                            "peak MiB": max(_peak(task, dtype) for task in TASKS) if threads == 2 else None,
+                            "peak MiB": max(_peak(task, dtype) for task in TASKS)
+                            if threads == 2
+                            else None,
                         }
                     )
     finally:

@@ -1,13 +1,14 @@
 """Per-instance accounts (Thudi et al. 2024), beside the ways of the paper.
 
-*Theorem 3.6*: one point at 20 batches and 20 tuples of order 8, on a softmax regression of 7,850 parameters with
-expected batches of 128. The paper's way draws every tuple afresh; ours draws one pool of 80 batches. Both estimates are
-the mean of 5 repetitions, with its standard deviation; `updates` counts gradients of whole batches.
+*Theorem 3.6*: one point at 20 batches and 20 tuples of order 8, on a softmax regression of 7,850
+parameters with expected batches of 128. The paper's way draws every tuple afresh; ours draws one
+pool of 80 batches. Both estimates are the mean of 5 repetitions, with its standard deviation;
+`updates` counts gradients of whole batches.
 
-*Composition*: theorem 3.3 over 78,000 steps, 100 points and 10 runs at order 8 (200 epochs of CIFAR-10 in
-batches of 128), 78 million sensitivities. The peer computes each divergence by the theorem's sum at the next
-whole order, vectorised over runs and points; its time is that of 100 steps, scaled up. `excess` is what
-rounding up adds to the result.
+*Composition*: theorem 3.3 over 78,000 steps, 100 points and 10 runs at order 8 (200 epochs of
+CIFAR-10 in batches of 128), 78 million sensitivities. The peer computes each divergence by the
+theorem's sum at the next whole order, vectorised over runs and points; its time is that of 100
+steps, scaled up. `excess` is what rounding up adds to the result.
 
 *Exact composition*: what accounting adds to a step of 1,000 tilted runs, ln A and the count.
 `CPU s` adds up all threads.
@@ -40,7 +41,9 @@ def _now():
 
 
 def _updates(count, batch, generator, data, x=None):
-    """Mean clipped gradients of a softmax regression over Poisson batches, with x joining each with the same rate."""
+    """Mean clipped gradients of a softmax regression over Poisson batches, with x joining each with
+    the same rate.
+    """
     features, labels, weights = data
     found = []
     for _ in range(count):
@@ -51,7 +54,9 @@ def _updates(count, batch, generator, data, x=None):
         errors = torch.softmax(rows @ weights.T, dim=1)
         errors[torch.arange(len(rows)), classes] -= 1
         norms = errors.norm(dim=1) * rows.norm(dim=1)
-        found.append(((errors / norms.clamp(min=1)[:, None]).T @ rows).flatten() / max(1, len(rows)))
+        found.append(
+            ((errors / norms.clamp(min=1)[:, None]).T @ rows).flatten() / max(1, len(rows))
+        )
     return torch.stack(found)
 
 
@@ -104,7 +109,9 @@ def theorem_3_6():
 
 
 def _plain(sensitivities, rate, noise, order, p, steps):
-    """Theorem 3.3's contributions of the first steps, by the sum of theorem 3.2 at the next whole order."""
+    """Theorem 3.3's contributions of the first steps, by the sum of theorem 3.2 at the next whole
+    order.
+    """
     total = 0.0
     for t, sizes in enumerate(sensitivities, start=1):
         i = steps - t
@@ -117,7 +124,9 @@ def _plain(sensitivities, rate, noise, order, p, steps):
             + k * math.log(rate)
             + (whole - k) * math.log1p(-rate)
         )
-        logs = torch.logsumexp(coefficients + (sizes.double() ** 2)[..., None] * (k * k - k) / (2 * noise**2), dim=-1)
+        logs = torch.logsumexp(
+            coefficients + (sizes.double() ** 2)[..., None] * (k * k - k) / (2 * noise**2), dim=-1
+        )
         moment = torch.logsumexp(p * logs, 0) - math.log(len(sizes))
         total = total + math.exp(i * math.log1p(-1 / p)) / p / (order - 1) * moment
     return total
@@ -128,8 +137,12 @@ def composition(steps=78_000, points=100, runs=10):
     sensitivities = torch.rand(steps, runs, points, generator=generator)
     rate, noise, order, p = 128 / 50_000, 1.0, 8, 3.0 * steps
     started = _now()
-    result = per_instance.compose_sensitivities(sensitivities, sample_rate=rate, noise_std=noise, order=order)
-    ours = _row("composition", "compose_sensitivities", started, result=f"mean {float(result.mean()):.3f}")
+    result = per_instance.compose_sensitivities(
+        sensitivities, sample_rate=rate, noise_std=noise, order=order
+    )
+    ours = _row(
+        "composition", "compose_sensitivities", started, result=f"mean {float(result.mean()):.3f}"
+    )
     few, started = 100, _now()
     _plain(sensitivities[:few], rate, noise, order, p, steps)
     theirs = _row("composition", "the sum, step by step", started, share=steps / few)
@@ -143,7 +156,9 @@ def composition(steps=78_000, points=100, runs=10):
         order=order,
         p=600,
     )
-    tabled = per_instance.compose_sensitivities(short, sample_rate=rate, noise_std=noise, order=order)
+    tabled = per_instance.compose_sensitivities(
+        short, sample_rate=rate, noise_std=noise, order=order
+    )
     return [theirs, {**ours, "excess": f"{float((tabled / exact - 1).max()):.1e}"}]
 
 

@@ -1,9 +1,10 @@
 r"""What it costs to follow everybody's gradient norms.
 
-A *pass* measures the norms of all examples, as `NormTracker` does K times an epoch; it stands beside the plain forward
-and backward pass over the same examples, in chunks of 512, that SGD makes. A *step* is one of DP-SGD with an expected
-batch of 512 out of 60,000 random images; beside it what a tracker adds to it between passes: with norms that hold for
-many steps, and with running estimates, which change for the batch at every step.
+A *pass* measures the norms of all examples, as `NormTracker` does K times an epoch; it stands
+beside the plain forward and backward pass over the same examples, in chunks of 512, that SGD makes.
+A *step* is one of DP-SGD with an expected batch of 512 out of 60,000 random images; beside it what
+a tracker adds to it between passes: with norms that hold for many steps, and with running
+estimates, which change for the batch at every step.
 
 Each time is the least of several repetitions of processor time, on one thread.
 """
@@ -17,7 +18,11 @@ from dpcompanion.training import DPSGDPlan, NormTracker, cross_entropy, models, 
 
 N = 60_000
 CASES = {
-    "linear, 28 x 28": (lambda: torch.nn.Sequential(torch.nn.Flatten(), models.linear(784, 10)), (1, 28, 28), 8192),
+    "linear, 28 x 28": (
+        lambda: torch.nn.Sequential(torch.nn.Flatten(), models.linear(784, 10)),
+        (1, 28, 28),
+        8192,
+    ),
     "mnist_cnn, 28 x 28": (models.mnist_cnn, (1, 28, 28), 2048),
     "resnet20, 32 x 32": (models.resnet20, (3, 32, 32), 256),
 }
@@ -33,7 +38,9 @@ def least(work, repetitions=3):
 
 
 def plan_of(n, rate, steps):
-    return DPSGDPlan(n=n, sample_rate=rate, steps=steps, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
+    return DPSGDPlan(
+        n=n, sample_rate=rate, steps=steps, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5
+    )
 
 
 def passes(build, shape, n):
@@ -52,12 +59,17 @@ def passes(build, shape, n):
 
 
 def steps(build, shape, count=3):
-    """Seconds of a step, and of what a tracker adds to one: with norms that hold, and with running estimates."""
+    """Seconds of a step, and of what a tracker adds to one: with norms that hold, and with running
+    estimates.
+    """
     x, y = torch.randn(1, *shape).expand(N, *shape), torch.randint(10, (N,))
     plan = plan_of(N, 512 / N, count)
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    alone = least(lambda: train(model, cross_entropy, (x, y), plan, optimizer=optimizer, seed=0), 1) / count
+    alone = (
+        least(lambda: train(model, cross_entropy, (x, y), plan, optimizer=optimizer, seed=0), 1)
+        / count
+    )
     added = []
     batches = [(torch.randperm(N)[:512], torch.rand(512)) for _ in range(100)]
     for running in (False, True):

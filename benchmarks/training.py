@@ -1,12 +1,13 @@
 """DP-SGD on the MNIST CNN (26,010 parameters, float32), on random data.
 
-*Step*: clip, add noise and update, on a batch of 512, against an SGD step of plain PyTorch and the modes of Opacus;
-the time is that of a step in a block of steps, ours through `train` with all it does.
-*Norms*: the gradient norms of 10,000 examples, in passes of 512 for everyone.
+*Step*: clip, add noise and update, on a batch of 512, against an SGD step of plain PyTorch and the
+modes of Opacus; the time is that of a step in a block of steps, ours through `train` with all it
+does. *Norms*: the gradient norms of 10,000 examples, in passes of 512 for everyone.
 
-Ways take turns, block by block, and the medians are shown, so that a busy moment hits all alike. `ratio` is the
-time over that of plain SGD (steps), or over ours (norms). `CPU ms` adds up all threads. `peak MiB` is what the
-process's memory grows by at most, in a process of its own, with two threads.
+Ways take turns, block by block, and the medians are shown, so that a busy moment hits all alike.
+`ratio` is the time over that of plain SGD (steps), or over ours (norms). `CPU ms` adds up all
+threads. `peak MiB` is what the process's memory grows by at most, in a process of its own, with two
+threads.
 """
 
 import sys
@@ -22,7 +23,9 @@ BATCH, EXAMPLES, STEPS = 512, 10_000, 4
 
 def images(n):
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(n, 1, 28, 28, generator=generator), torch.randint(10, (n,), generator=generator)
+    return torch.randn(n, 1, 28, 28, generator=generator), torch.randint(
+        10, (n,), generator=generator
+    )
 
 
 def _steps(step):
@@ -48,8 +51,12 @@ def plain_step():
 def our_step(method="auto"):
     model, data = models.mnist_cnn(), images(BATCH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    plan = DPSGDPlan(n=BATCH, sample_rate=1.0, steps=STEPS, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
-    return lambda: train(model, cross_entropy, data, plan, optimizer=optimizer, seed=0, method=method, progress=False)
+    plan = DPSGDPlan(
+        n=BATCH, sample_rate=1.0, steps=STEPS, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5
+    )
+    return lambda: train(
+        model, cross_entropy, data, plan, optimizer=optimizer, seed=0, method=method, progress=False
+    )
 
 
 def opacus_step(mode):
@@ -60,7 +67,9 @@ def opacus_step(mode):
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
         criterion=nn.CrossEntropyLoss(),
-        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=BATCH),
+        data_loader=torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(x, y), batch_size=BATCH
+        ),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
         poisson_sampling=False,
@@ -90,12 +99,16 @@ def opacus_norms(mode):
     elif mode == "ew":
         model = grad_sample.GradSampleModuleExpandedWeights(model, loss_reduction="sum")
     else:
-        model = grad_sample.GradSampleModule(model, loss_reduction="sum", force_functorch=mode == "functorch")
+        model = grad_sample.GradSampleModule(
+            model, loss_reduction="sum", force_functorch=mode == "functorch"
+        )
 
     def norms():
         found = []
         for i in range(0, EXAMPLES, BATCH):
-            nn.functional.cross_entropy(model(x[i : i + BATCH]), y[i : i + BATCH], reduction="sum").backward()
+            nn.functional.cross_entropy(
+                model(x[i : i + BATCH]), y[i : i + BATCH], reduction="sum"
+            ).backward()
             if mode == "ghost":
                 found.append(model.get_norm_sample().detach())
             else:
@@ -135,7 +148,8 @@ def run():
         scale = STEPS if task == "step" else 1
         for threads in (1, 2):
             times = {
-                way: (wall / scale, cpu / scale) for way, (wall, cpu) in timings(WAYS[task], threads, rounds).items()
+                way: (wall / scale, cpu / scale)
+                for way, (wall, cpu) in timings(WAYS[task], threads, rounds).items()
             }
             rows += [
                 {

@@ -2,11 +2,12 @@
 
     pytest --nbval --nbval-current-env --nbval-sanitize-with=nbval.cfg book/accounting.ipynb
 
-executes a committed notebook again and compares every output (`make notebooks` does all of them). nbval alone accepts
-a notebook that was never executed, ignores pictures, lets a cell opt out, and gives each kernel the environment of the
-caller. Here, a cell without an execution count fails; pictures may differ as tools/outputs.py says; a cell's
-`tolerance` holds for its numbers; no cell opts out. The pages of one paper run one after the other in one worker of
-pytest-xdist, and share a fresh folder of live records.
+executes a committed notebook again and compares every output (`make notebooks` does all of them).
+nbval alone accepts a notebook that was never executed, ignores pictures, lets a cell opt out, and
+gives each kernel the environment of the caller. Here, a cell without an execution count fails;
+pictures may differ as tools/outputs.py says; a cell's `tolerance` holds for its numbers; no cell
+opts out. The pages of one paper run one after the other in one worker of pytest-xdist, and share a
+fresh folder of live records.
 """
 
 import contextlib
@@ -32,7 +33,9 @@ opened = contextlib.ExitStack()
 
 
 def kernel_manager(**options):
-    """A kernel behind socket files, readable by their owner alone, rather than ports that others could listen to."""
+    """A kernel behind socket files, readable by their owner alone, rather than ports that others
+    could listen to.
+    """
     file = f"{folder_of('kernels')}/{uuid.uuid4().hex[:8]}.json"
     return jupyter_client.manager.KernelManager(transport="ipc", connection_file=file, **options)
 
@@ -50,7 +53,9 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 class ByPaper(LoadScopeScheduling):
-    """The cells of all pages of a paper go to one worker, in the order in which they were collected."""
+    """The cells of all pages of a paper go to one worker, in the order in which they were
+    collected.
+    """
 
     def _split_scope(self, nodeid):
         return str(notebooks.paper_of(self.config.rootpath / nodeid.partition("::")[0]))
@@ -66,9 +71,15 @@ def pytest_collection_modifyitems(items):
             item.parent.skip_compare = {*item.parent.skip_compare, outputs.DRAWING}
             item.options.update(check=True, skip=False, check_exception=False)
             item.compare_outputs = functools.partial(compare, item, item.compare_outputs)
-    # What takes longest comes first: what runs experiments, and of these the papers with the largest pages.
+    # What takes longest comes first: what runs experiments, and of these the papers with the
+    # largest pages.
     papers = notebooks.papers(cells)
-    papers.sort(key=lambda pages: (not any(map(runs_experiments, pages)), -sum(page.stat().st_size for page in pages)))
+    papers.sort(
+        key=lambda pages: (
+            not any(map(runs_experiments, pages)),
+            -sum(page.stat().st_size for page in pages),
+        )
+    )
     items[:] = [item for item in items if item.path not in cells] + [
         item for pages in papers for page in pages for item in cells[page]
     ]
@@ -88,7 +99,9 @@ def folder_of(paper):
 @pytest.hookimpl(tryfirst=True)  # before nbval starts the kernel of the first cell
 def pytest_runtest_setup(item):
     if isinstance(item, IPyNbCell):
-        os.environ.update(notebooks.kernel_environment("quick", folder_of(notebooks.paper_of(item.path))))
+        os.environ.update(
+            notebooks.kernel_environment("quick", folder_of(notebooks.paper_of(item.path)))
+        )
         if item.cell.execution_count is None:
             pytest.fail(f"{item.path.name}, cell {item.cell_num}: was not executed", pytrace=False)
 
@@ -98,7 +111,9 @@ def pytest_unconfigure():
 
 
 def compare(cell, by_nbval, fresh, committed):
-    """Whether the outputs of a cell are the committed ones, by nbval and then for the pictures, which it ignores."""
+    """Whether the outputs of a cell are the committed ones, by nbval and then for the pictures,
+    which it ignores.
+    """
     if tolerance := float(cell.cell.metadata.get("tolerance", 0)):
         fresh = outputs.within(fresh, committed, tolerance)
     if not by_nbval(fresh, committed):

@@ -35,12 +35,15 @@ def flat_doubles(name: str, value: Any) -> np.ndarray:
     value = real(name, unlabelled(value))
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
-        value = (value.double() if value.is_floating_point() else value).numpy()  # NumPy has not all kinds of floats
+        # NumPy has not all kinds of floats
+        value = (value.double() if value.is_floating_point() else value).numpy()
     try:
         entries = np.asarray(value)
-        # Texts, which NumPy would read as numbers; complex numbers, of which it would drop a part; and objects, but for
-        # a whole number that is too large for any of its own kinds.
-        if entries.dtype.kind not in "biuf" and not (entries.dtype.kind == "O" and is_number(value)):
+        # Texts, which NumPy would read as numbers; complex numbers, of which it would drop a part;
+        # and objects, but for a whole number that is too large for any of its own kinds.
+        if entries.dtype.kind not in "biuf" and not (
+            entries.dtype.kind == "O" and is_number(value)
+        ):
             raise TypeError
         return entries.astype(np.float64).ravel()
     except (TypeError, ValueError, OverflowError):
@@ -48,28 +51,41 @@ def flat_doubles(name: str, value: Any) -> np.ndarray:
 
 
 def unlabelled(value: Any) -> Any:
-    """A pandas Series or DataFrame as the array of its values, in their order; anything else as it is.
+    """A pandas Series or DataFrame as the array of its values, in their order; anything else as it
+    is.
 
-    Labels are not positions: `torch.as_tensor` would look values up by the labels 0, 1, ..., and so reorder them.
+    Labels are not positions: `torch.as_tensor` would look values up by the labels 0, 1, ..., and so
+    reorder them.
     """
-    return np.array(value.to_numpy()) if hasattr(value, "to_numpy") and hasattr(value, "index") else value
+    return (
+        np.array(value.to_numpy())
+        if hasattr(value, "to_numpy") and hasattr(value, "index")
+        else value
+    )
 
 
 def real(name: str, value: _T) -> _T:
     """`value` is no tensor or array that holds anything but real numbers, each in its place."""
     if isinstance(value, torch.Tensor) and (value.is_complex() or value.layout != torch.strided):
-        raise ValueError(f"{name} must be real numbers in a dense tensor, got {value.dtype} in {value.layout}")
-    if isinstance(value, np.ndarray) and (value.dtype.kind not in "biuf" or value.dtype.itemsize > 8):
+        raise ValueError(
+            f"{name} must be real numbers in a dense tensor, got {value.dtype} in {value.layout}"
+        )
+    if isinstance(value, np.ndarray) and (
+        value.dtype.kind not in "biuf" or value.dtype.itemsize > 8
+    ):
         raise ValueError(f"{name} must be an array of numbers, got one of {value.dtype}")
     return value
 
 
-def in_interval(name: str, value: _T, low: float = -math.inf, high: float = math.inf, *, closed: str = "both") -> _T:
+def in_interval(
+    name: str, value: _T, low: float = -math.inf, high: float = math.inf, *, closed: str = "both"
+) -> _T:
     """Every entry of `value` lies between `low` and `high`; NaN never does.
 
     `closed` says which ends are allowed: "both", "left", "right" or "neither".
     """
-    # Most values are plain numbers inside the interval, which need no array. All others are examined below.
+    # Most values are plain numbers inside the interval, which need no array. All others are
+    # examined below.
     if type(value) is float and low < value < high:
         return value
     entries = flat_doubles(name, value)
@@ -86,7 +102,9 @@ def in_interval(name: str, value: _T, low: float = -math.inf, high: float = math
     return value
 
 
-def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf, *, closed: str = "both") -> float:
+def number(
+    name: str, value: Any, low: float = -math.inf, high: float = math.inf, *, closed: str = "both"
+) -> float:
     """`value` is one number (or an array scalar) between `low` and `high`; returned as float."""
     if type(value) is float and low < value < high:
         return value
@@ -98,7 +116,9 @@ def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf
 
 
 def whole_number(name: str, value: Any, low: float = 0, high: float = math.inf) -> int:
-    """`value` is one whole number (an int, or a float or array scalar without a fraction); returned as int."""
+    """`value` is one whole number (an int, or a float or array scalar without a fraction); returned
+    as int.
+    """
     if type(value) is int and low <= value <= high and abs(value) < 2**53:
         return value
     entries = flat_doubles(name, value)
@@ -114,7 +134,9 @@ def whole_number(name: str, value: Any, low: float = 0, high: float = math.inf) 
 
 
 def seed(name: str, value: Any) -> int:
-    """`value` is a seed: a whole number in [0, 2^1024), of which no bit is lost; returned as int."""
+    """`value` is a seed: a whole number in [0, 2^1024), of which no bit is lost; returned as
+    int.
+    """
     try:
         found = operator.index(value)
     except TypeError:
@@ -178,14 +200,20 @@ def is_number(value: object) -> bool:
 
 
 def as_given(result: _F, *given: object) -> float | _F:
-    """The result of what was given: a float where all of that are plain numbers, else the tensor that it is."""
+    """The result of what was given: a float where all of that are plain numbers, else the tensor
+    that it is.
+    """
     return float(result) if all(map(is_number, given)) else result
 
 
 def entries(*given: Any) -> Iterator[Any]:
-    """What was given, with the entries of lists in place of them: for `as_given`, where a list makes one number.
+    """What was given, with the entries of lists in place of them: for `as_given`, where a list
+    makes one number.
 
-    >>> as_given(np.float64(3.0), *entries([1.0, 2.0], 5)), as_given(np.ones(2), *entries([[1.0, 2.0]], 5))
+    >>> (
+    ...     as_given(np.float64(3.0), *entries([1.0, 2.0], 5)),
+    ...     as_given(np.ones(2), *entries([[1.0, 2.0]], 5)),
+    ... )
     (3.0, array([1., 1.]))
     """
     for each in given:

@@ -1,8 +1,11 @@
-"""Tensors on accelerators: whether reading a value waits for the device, and how tensors are moved and cast."""
+"""Tensors on accelerators: whether reading a value waits for the device, and how tensors are moved
+and cast.
+"""
 
 import torch
 
-# Where copies need not be waited for; the meta device, where nothing is copied, stands for a GPU in tests.
+# Where copies need not be waited for; the meta device, where nothing is copied, stands for a GPU in
+# tests.
 _ASYNCHRONOUS = ("cuda", "meta")
 
 
@@ -18,7 +21,9 @@ def autocasts(device):
 
 
 def shortens_products(device):
-    """Whether matrices of float32 are multiplied in a shorter type on a device, by a setting of PyTorch."""
+    """Whether matrices of float32 are multiplied in a shorter type on a device, by a setting of
+    PyTorch.
+    """
     backend = torch.backends.mkldnn if torch.device(device).type == "cpu" else torch.backends.cuda
     setting = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
     if setting is None:  # before PyTorch 2.9
@@ -27,10 +32,15 @@ def shortens_products(device):
 
 
 def to_device(tensor, device):
-    """A tensor of the host on a device. A GPU takes it from pinned memory of its own, so that the host goes on
-    meanwhile, and may write to what it sent."""
+    """A tensor of the host on a device. A GPU takes it from pinned memory of its own, so that the
+    host goes on meanwhile, and may write to what it sent.
+    """
     device = torch.device(device)
-    if not isinstance(tensor, torch.Tensor) or on_accelerator(tensor) or device.type not in _ASYNCHRONOUS:
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or on_accelerator(tensor)
+        or device.type not in _ASYNCHRONOUS
+    ):
         return tensor.to(device)
     if device.type == "cuda":
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)

@@ -18,17 +18,19 @@ _STALE = 3600
 
 
 def replace(path, content, *, mode=0o666):
-    """Put `content`, bytes or blocks of them, at `path` in one step: a reader sees the old file or the new one, never a
-    part.
+    """Put `content`, bytes or blocks of them, at `path` in one step: a reader sees the old file or
+    the new one, never a part.
 
-    The content goes to a new file in the same folder under a random name (two containers may share a folder and even a
-    process number), then to the disk, then into place. Of several writers at once the last one wins, whole. The
-    folder is made if there is none. Partial files for the same `path` that have not been written to for an hour are
-    removed: a killed process left them.  `mode`: its permissions, less what the process masks.
+    The content goes to a new file in the same folder under a random name (two containers may share
+    a folder and even a process number), then to the disk, then into place. Of several writers at
+    once the last one wins, whole. The folder is made if there is none. Partial files for the same
+    `path` that have not been written to for an hour are removed: a killed process left them.
+    `mode`: its permissions, less what the process masks.
     """
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # As mkstemp does, but with the permissions that files usually have; "x" refuses a file that exists.
+    # As mkstemp does, but with the permissions that files usually have; "x" refuses a file that
+    # exists.
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
         with open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:

@@ -1,4 +1,6 @@
-"""By how much a norm that was computed may lie below the true one: the one margin by which norms are raised."""
+"""By how much a norm that was computed may lie below the true one: the one margin by which norms
+are raised.
+"""
 
 import math
 
@@ -6,8 +8,8 @@ import torch
 
 
 def margin(dtype):
-    """The factor by which a norm of this type is raised: eight units in its last place, which its summation may have
-    lost; 1 for whole numbers.
+    """The factor by which a norm of this type is raised: eight units in its last place, which its
+    summation may have lost; 1 for whole numbers.
 
     >>> margin(torch.float32) - 1 == 8 * 2.0**-23, margin(torch.int64)
     (True, 1.0)
@@ -16,7 +18,8 @@ def margin(dtype):
 
 
 def raised(norms, largest, device=None):
-    """Norms as float64, each raised by its margin, at most `largest`, which those have that are not finite.
+    """Norms as float64, each raised by its margin, at most `largest`, which those have that are not
+    finite.
 
     >>> raised(torch.tensor([0.5, math.inf, math.nan], dtype=torch.float64), 1.0) - 0.5
     tensor([8.8818e-16, 5.0000e-01, 5.0000e-01], dtype=torch.float64)

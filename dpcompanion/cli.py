@@ -10,11 +10,25 @@
     dpcompanion run idp-sgd/figures-5-6 --preset paper --shard 2/5
     dpcompanion merge idp-sgd/figures-5-6 --preset paper
 
-Every answer names the neighbouring relation, the sampler, the accountant and delta.  It is rounded to the safe side,
-what was given is not rounded, and `--json` gives all digits.  A mistake ends in one line on stderr and exit status 2.
+Every answer names the neighbouring relation, the sampler, the accountant and delta. It is rounded
+to the safe side, what was given is not rounded, and `--json` gives all digits. A mistake ends in
+one line on stderr and exit status 2.
 
->>> main(["epsilon", "--sample-rate", "0.01", "--noise-multiplier", "1", "--steps", "1000", "--delta", "1e-5",
-...       "--accountant", "rdp"])
+>>> main(
+...     [
+...         "epsilon",
+...         "--sample-rate",
+...         "0.01",
+...         "--noise-multiplier",
+...         "1",
+...         "--steps",
+...         "1000",
+...         "--delta",
+...         "1e-5",
+...         "--accountant",
+...         "rdp",
+...     ]
+... )
 epsilon 2.10137 at delta 1e-05 (add/remove one example, Poisson sampling, accountant rdp)
 0
 """
@@ -38,15 +52,26 @@ RELATIONS = {
 
 # Each quantity: option, its other spelling if any, how it is read, and what it is.
 _OPTIONS = {
-    "sample_rate": ("--sample-rate", None, "RATE", "probability that an example enters a step; 0.01 or 512/60000"),
-    "noise_multiplier": ("--noise-multiplier", None, "SIGMA", "standard deviation of the noise over the clip norm"),
+    "sample_rate": (
+        "--sample-rate",
+        None,
+        "RATE",
+        "probability that an example enters a step; 0.01 or 512/60000",
+    ),
+    "noise_multiplier": (
+        "--noise-multiplier",
+        None,
+        "SIGMA",
+        "standard deviation of the noise over the clip norm",
+    ),
     "steps": ("--steps", None, "T", "number of steps"),
     "delta": ("--delta", None, "DELTA", "the delta of (epsilon, delta)"),
     "target_epsilon": ("--epsilon", "--target-epsilon", "EPSILON", "the epsilon that may be spent"),
     "target_delta": ("--delta", "--target-delta", "DELTA", "the delta that may be spent"),
 }
 
-# Each command: the function in `accounting`, what it takes, and the side to which its answer is rounded.
+# Each command: the function in `accounting`, what it takes, and the side to which its answer is
+# rounded.
 _QUESTIONS = {
     "epsilon": (
         "compute_epsilon",
@@ -76,7 +101,9 @@ _QUESTIONS = {
 
 
 class _Once(argparse.Action):
-    """An option that is given at most once, under whichever of its names: of two values one would be lost."""
+    """An option that is given at most once, under whichever of its names: of two values one would
+    be lost.
+    """
 
     def __call__(self, parser, namespace, values, option_string=None):
         given = vars(namespace).setdefault("given_options", set())
@@ -88,7 +115,8 @@ class _Once(argparse.Action):
 
 class _Parser(argparse.ArgumentParser):
     def __init__(self, **options):
-        # Of an abbreviation one letter decides what is meant: `--n 60000` would be a noise multiplier of 60,000.
+        # Of an abbreviation one letter decides what is meant: `--n 60000` would be a noise
+        # multiplier of 60,000.
         super().__init__(**options, allow_abbrev=False)
         self.register("action", None, _Once)
 
@@ -103,11 +131,14 @@ def _number(text: str) -> float:
             raise ValueError
         return float(top) / float(bottom) if slash else float(text)
     except (ValueError, ZeroDivisionError):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a fraction such as 512/60000") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number nor a fraction such as 512/60000"
+        ) from None
 
 
 def rounded(value: float, toward: Callable[[float], int], digits: int = 6) -> float:
-    """`value` to `digits` significant digits, rounded by math.ceil or math.floor: never past the other side of it.
+    """`value` to `digits` significant digits, rounded by math.ceil or math.floor: never past the
+    other side of it.
 
     >>> rounded(1.82826712, math.ceil), rounded(0.0141524479, math.floor), rounded(254, math.floor)
     (1.82827, 0.0141524, 254)
@@ -115,7 +146,9 @@ def rounded(value: float, toward: Callable[[float], int], digits: int = 6) -> fl
     if isinstance(value, int) or value == 0 or not math.isfinite(value):
         return value
     # In decimals, since a product of floats may itself be rounded to the wrong side.
-    context = decimal.Context(prec=digits, rounding={math.ceil: "ROUND_CEILING", math.floor: "ROUND_FLOOR"}[toward])
+    context = decimal.Context(
+        prec=digits, rounding={math.ceil: "ROUND_CEILING", math.floor: "ROUND_FLOOR"}[toward]
+    )
     return float(context.create_decimal(repr(float(value))))
 
 
@@ -137,7 +170,8 @@ def _answer(arguments: argparse.Namespace) -> None:
     delta = given["delta"] if "delta" in given else given["target_delta"]
     if arguments.examples is not None and delta * arguments.examples >= 1:
         print(
-            f"dpcompanion {arguments.command}: warning: delta {exactly(delta)} is not below 1/n for n = "
+            f"dpcompanion {arguments.command}: warning: delta {exactly(delta)} is not below 1/n "
+            "for n = "
             f"{exactly(arguments.examples)}: to publish an example at random would be as private",
             file=sys.stderr,
         )
@@ -152,9 +186,12 @@ def _answer(arguments: argparse.Namespace) -> None:
         }
         print(json.dumps(said, indent=1))
     else:
-        budget = f"for epsilon {exactly(given['target_epsilon'])} " if "target_epsilon" in given else ""
+        budget = (
+            f"for epsilon {exactly(given['target_epsilon'])} " if "target_epsilon" in given else ""
+        )
         print(
-            f"{arguments.command} {exactly(rounded(value, toward))} {budget}at delta {exactly(delta)} "
+            f"{arguments.command} {exactly(rounded(value, toward))} {budget}at delta "
+            f"{exactly(delta)} "
             f"(add/remove one example, Poisson sampling, accountant {arguments.accountant})"
         )
 
@@ -217,7 +254,10 @@ def _run(arguments: argparse.Namespace) -> None:
         try:
             table = experiments.compare(record, folder=arguments.out)
         except ValueError as error:  # of the paper's record, which is no part of what was asked for
-            print(f"dpcompanion run: warning: not compared with the recorded numbers: {error}", file=sys.stderr)
+            print(
+                f"dpcompanion run: warning: not compared with the recorded numbers: {error}",
+                file=sys.stderr,
+            )
             table = comparison.compare(record.name, live=record)
         print(table)
         print(f"the record: {path}")
@@ -241,9 +281,14 @@ def _list(arguments: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="dpcompanion", description="Privacy accounting for DP-SGD, and the records of the book.")
+    parser = _Parser(
+        prog="dpcompanion",
+        description="Privacy accounting for DP-SGD, and the records of the book.",
+    )
     parser.add_argument("--version", action="version", version=f"dpcompanion {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=_Parser
+    )
     for command, (_, parameters, _, what) in _QUESTIONS.items():
         words = f"{what}: add/remove one example, Poisson sampling"
         sub = commands.add_parser(command, help=what, description=words.capitalize())
@@ -258,9 +303,14 @@ def _parser() -> argparse.ArgumentParser:
                 help=meaning,
             )
         sub.add_argument(
-            "--examples", type=_number, metavar="N", help="number of examples: warns of a delta of 1/N or more"
+            "--examples",
+            type=_number,
+            metavar="N",
+            help="number of examples: warns of a delta of 1/N or more",
         )
-        sub.add_argument("--accountant", default="pld", help="pld (tight, the default) or rdp (fast)")
+        sub.add_argument(
+            "--accountant", default="pld", help="pld (tight, the default) or rdp (fast)"
+        )
         sub.set_defaults(do=_answer)
     ledger = commands.add_parser(
         "ledger",
@@ -269,7 +319,9 @@ def _parser() -> argparse.ArgumentParser:
         "dpcompanion.accounting.Ledger.to_json writes.",
     )
     ledger.add_argument("files", nargs="+", metavar="FILE", help="JSON of a ledger or of a run")
-    ledger.add_argument("--delta", type=_number, default=1e-5, metavar="DELTA", help="1e-5 by default")
+    ledger.add_argument(
+        "--delta", type=_number, default=1e-5, metavar="DELTA", help="1e-5 by default"
+    )
     ledger.add_argument(
         "--relation",
         choices=("add-remove", "replace"),
@@ -286,7 +338,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_experiments(commands):
     """The commands that make and list records."""
     run = commands.add_parser(
-        "run", help="make a record of an experiment", description="Run an experiment and write its record."
+        "run",
+        help="make a record of an experiment",
+        description="Run an experiment and write its record.",
     )
     merge = commands.add_parser(
         "merge",
@@ -298,7 +352,9 @@ def _add_experiments(commands):
         sub.add_argument("--preset", help="quick or paper; DPCOMPANION_PRESET or quick by default")
         sub.add_argument("--device", default="cpu", help="cpu or cuda")
         sub.add_argument("--seeds", type=int, nargs="+", help="instead of the seeds of the preset")
-    run.add_argument("--jobs", type=int, help="processes that do the pieces of the run; 1 by default")
+    run.add_argument(
+        "--jobs", type=int, help="processes that do the pieces of the run; 1 by default"
+    )
     run.add_argument(
         "--shard",
         type=_shard,
@@ -308,7 +364,9 @@ def _add_experiments(commands):
     run.set_defaults(do=_run)
     merge.set_defaults(do=_run, jobs=None, shard=(0, 1))
     listing = commands.add_parser(
-        "list", help="the experiments and their records", description="List the experiments and their records."
+        "list",
+        help="the experiments and their records",
+        description="List the experiments and their records.",
     )
     listing.set_defaults(do=_list)
     for sub in (run, merge, listing):
@@ -322,7 +380,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.do(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader, such as `head`, has closed the pipe. The rest goes nowhere, or Python complains as it ends.
+        # The reader, such as `head`, has closed the pipe. The rest goes nowhere, or Python
+        # complains as it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # as a process that SIGPIPE ends
     except (ValueError, FileNotFoundError, ImportError) as error:

@@ -1,12 +1,15 @@
-"""Logistic regression by DP-SGD as an estimator of scikit-learn, with a budget for each person (extra `data`).
+"""Logistic regression by DP-SGD as an estimator of scikit-learn, with a budget for each person
+(extra `data`).
 
-`DPLogisticRegression` goes where a `LogisticRegression` goes: into pipelines, `clone`, `cross_val_score`.  It trains by
-a `DPSGDPlan`, from weights of zero, on columns that a `private_scaler` scales between public bounds.  The scaler takes
-a tenth of the smallest epsilon and of delta, the training the rest (basic composition; `ledger_` has the exact sum).
+`DPLogisticRegression` goes where a `LogisticRegression` goes: into pipelines, `clone`,
+`cross_val_score`. It trains by a `DPSGDPlan`, from weights of zero, on columns that a
+`private_scaler` scales between public bounds. The scaler takes a tenth of the smallest epsilon and
+of delta, the training the rest (basic composition; `ledger_` has the exact sum).
 
-Neighbouring relation: the data of one example (a row, or with `people` a person) are left out, n public ("zero-out").
-Nothing covers what happens around the fit: bounds or classes that are read off the data, steps of a pipeline that learn
-from them (a `StandardScaler`), and hyperparameters chosen by scores on private data (`accounting.select_best`).
+Neighbouring relation: the data of one example (a row, or with `people` a person) are left out, n
+public ("zero-out"). Nothing covers what happens around the fit: bounds or classes that are read off
+the data, steps of a pipeline that learn from them (a `StandardScaler`), and hyperparameters chosen
+by scores on private data (`accounting.select_best`).
 
 >>> x = torch.randn(2000, 2, generator=torch.Generator().manual_seed(0))
 >>> y = (x.sum(1) > 0).long()
@@ -25,7 +28,9 @@ try:
     from sklearn.base import BaseEstimator, ClassifierMixin
     from sklearn.utils.validation import check_is_fitted
 except ImportError as error:
-    raise ImportError("the estimator is one of scikit-learn's: pip install 'dpcompanion[data]'") from error
+    raise ImportError(
+        "the estimator is one of scikit-learn's: pip install 'dpcompanion[data]'"
+    ) from error
 
 from dpcompanion import _checks
 from dpcompanion.accounting import Ledger
@@ -44,13 +49,18 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
     """Multinomial logistic regression whose fit is (epsilon, delta)-private; see the module's text.
 
     Args:
-        epsilon, delta: what scaler and training may cost together, for every example without a budget of its own.
+        epsilon, delta: what scaler and training may cost together, for every example without a
+        budget of its own.
         classes: all labels that y may hold, a public list.
-        lower, upper: public bounds of all columns, or (d,) of each; without them columns are taken as they are.
-        batch_size, epochs: the mean size of a batch, and how often an example is sampled on average.
-        max_grad_norm, learning_rate: to which the gradient of an example is clipped, and the rate of plain SGD.
+        lower, upper: public bounds of all columns, or (d,) of each; without them columns are taken
+        as they are.
+        batch_size, epochs: the mean size of a batch, and how often an example is sampled on
+        average.
+        max_grad_norm, learning_rate: to which the gradient of an example is clipped, and the rate
+        of plain SGD.
         method: "sample" or "scale", how budgets are met (`DPSGDPlan.for_epsilons`).
-        unit: what one of the n examples is, a word of the statements of scaler, training and ledger.
+        unit: what one of the n examples is, a word of the statements of scaler, training and
+        ledger.
         random_state: None, for a model that is released, or a whole number, for research (`train`).
 
     Attributes:
@@ -75,31 +85,47 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
     random_state: int | None = None
 
     def fit(
-        self, X: Any, y: Any, *, budgets: Any = None, people: Any = None, at_most: Any = None, sample_weight: Any = None
+        self,
+        X: Any,
+        y: Any,
+        *,
+        budgets: Any = None,
+        people: Any = None,
+        at_most: Any = None,
+        sample_weight: Any = None,
     ) -> "DPLogisticRegression":
         """Fit to X, (rows, d), and y, (rows,).
 
         Args:
-            budgets: an epsilon for each example in place of `epsilon`, for scaler and training together: (n,), or
-                {budget: share}. With `people` one a person, as `by_person(...).per_person(column)` makes of a column.
-            people: whose each row is, (rows,); the examples are then persons, sorted, of whom at most `at_most` rows
-                enter a step (`by_person`).
+            budgets: an epsilon for each example in place of `epsilon`, for scaler and training
+                together: (n,), or {budget: share}. With `people` one a person, as
+                `by_person(...).per_person(column)` makes of a column.
+            people: whose each row is, (rows,); the examples are then persons, sorted, of whom at
+                most `at_most` rows enter a step (`by_person`).
             sample_weight: must be None.
 
         Raises:
-            ValueError: an argument outside its range, a label that is not in `classes`, or a sample_weight.
+            ValueError: an argument outside its range, a label that is not in `classes`, or a
+            sample_weight.
         """
         if sample_weight is not None:
-            raise ValueError("sample_weight must be None: weights void the account; give budgets= to protect some more")
+            raise ValueError(
+                "sample_weight must be None: weights void the account; give budgets= to protect "
+                "some more"
+            )
         if (people is None) != (at_most is None):
             raise ValueError(f"people and at_most must be given together, got at_most={at_most!r}")
         if (self.lower is None) != (self.upper is None):
-            raise ValueError(f"lower and upper must be given together, got {self.lower!r} and {self.upper!r}")
+            raise ValueError(
+                f"lower and upper must be given together, got {self.lower!r} and {self.upper!r}"
+            )
         x, labels = _columns(X), np.asarray(_checks.unlabelled(y))
         self.classes_, self.n_features_in_ = np.unique(np.asarray(self.classes)), x.shape[1]
         places = np.searchsorted(self.classes_, labels).clip(max=len(self.classes_) - 1)
         if labels.shape != (len(x),) or (self.classes_[places] != labels).any():
-            raise ValueError(f"y must hold one of the classes {self.classes_.tolist()} a row, for {len(x)} rows")
+            raise ValueError(
+                f"y must hold one of the classes {self.classes_.tolist()} a row, for {len(x)} rows"
+            )
         targets = torch.from_numpy(places)
         rows = None if people is None else by_person(x, targets, people, at_most=at_most)
         n = len(x) if rows is None else len(rows)
@@ -108,24 +134,40 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         if self.lower is not None:
             left, means = 1 - SHARE, x
             if rows is not None:  # one row a person
-                inside = x.clamp(*(torch.as_tensor(bound, dtype=x.dtype) for bound in (self.lower, self.upper)))
-                means = torch.zeros(n, x.shape[1]).index_add(0, rows.owners, inside) / rows.counts[:, None]
+                inside = x.clamp(
+                    *(torch.as_tensor(bound, dtype=x.dtype) for bound in (self.lower, self.upper))
+                )
+                means = (
+                    torch.zeros(n, x.shape[1]).index_add(0, rows.owners, inside)
+                    / rows.counts[:, None]
+                )
             seed = self.random_state
             generator = None if seed is None else keyed_generator(derive_key(seed, "scaler"))
             paid, bounds = SHARE * float(budgets.min()), {"lower": self.lower, "upper": self.upper}
             bounds |= {"generator": generator, "unit": self.unit}
             self.scaler_ = private_scaler(means, epsilon=paid, delta=SHARE * self.delta, **bounds)
             x, budgets = self.scaler_.transform(x), budgets - paid
-        run: dict[str, Any] = {"delta": left * self.delta, "batch_size": min(self.batch_size, n), "epochs": self.epochs}
+        run: dict[str, Any] = {
+            "delta": left * self.delta,
+            "batch_size": min(self.batch_size, n),
+            "epochs": self.epochs,
+        }
         run |= {"max_grad_norm": self.max_grad_norm, "method": self.method, "unit": self.unit}
-        plan, model = DPSGDPlan.for_epsilons(budgets, n=n, **run), torch.nn.Linear(x.shape[1], len(self.classes_))
+        plan, model = (
+            DPSGDPlan.for_epsilons(budgets, n=n, **run),
+            torch.nn.Linear(x.shape[1], len(self.classes_)),
+        )
         for parameter in model.parameters():
             torch.nn.init.zeros_(parameter)
         optimizer = torch.optim.SGD(model.parameters(), lr=self.learning_rate)
         options = {"seed": self.random_state, "people": people, "at_most": at_most}
-        self.history_ = train(model, cross_entropy, (x, targets), plan, optimizer=optimizer, **options)
+        self.history_ = train(
+            model, cross_entropy, (x, targets), plan, optimizer=optimizer, **options
+        )
         self.ledger_ = Ledger([] if self.scaler_ is None else [self.scaler_]).add(self.history_)
-        self.coef_, self.intercept_ = (parameter.detach().numpy() for parameter in model.parameters())
+        self.coef_, self.intercept_ = (
+            parameter.detach().numpy() for parameter in model.parameters()
+        )
         return self
 
     def decision_function(self, X: Any) -> np.ndarray:
@@ -147,5 +189,8 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
 def _columns(X):
     x = torch.from_numpy(np.array(_checks.unlabelled(X), dtype=np.float32))
     if x.ndim != 2 or not x.numel() or not x.isfinite().all():
-        raise ValueError(f"X must be finite numbers of shape (rows, d), one of each at least, got {tuple(x.shape)}")
+        raise ValueError(
+            "X must be finite numbers of shape (rows, d), one of each at least, got "
+            f"{tuple(x.shape)}"
+        )
     return x

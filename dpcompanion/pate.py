@@ -1,16 +1,16 @@
 r"""PATE with a privacy budget for each group of examples, by weighting.
 
-PATE (Papernot et al. 2017, 2018) trains teachers on disjoint parts of the private data.  For each of T public
-inputs the teachers vote, Gaussian noise hides the histogram, and its largest entry becomes the label (GNMax).  A
-student learns from the labels.  Adding or removing an example changes one teacher, who moves one vote from a
-class to another::
+PATE (Papernot et al. 2017, 2018) trains teachers on disjoint parts of the private data. For each of
+T public inputs the teachers vote, Gaussian noise hides the histogram, and its largest entry becomes
+the label (GNMax). A student learns from the labels. Adding or removing an example changes one
+teacher, who moves one vote from a class to another::
 
     histogram + N(0, s^2 I),    L2 sensitivity sqrt(2).
 
-Individualised PATE (Boenisch et al. 2022, the baseline of Boenisch et al. 2023, appendix D.4) gives group p more say:
-teachers hold examples of one group, and a vote from group p counts w_p.  The sensitivity of group p is sqrt(2) w_p, and
-T labels cost it what a Gaussian mechanism of sensitivity over noise sqrt(2 T) w_p / s costs, exactly: no search is
-needed.
+Individualised PATE (Boenisch et al. 2022, the baseline of Boenisch et al. 2023, appendix D.4) gives
+group p more say: teachers hold examples of one group, and a vote from group p counts w_p. The
+sensitivity of group p is sqrt(2) w_p, and T labels cost it what a Gaussian mechanism of sensitivity
+over noise sqrt(2 T) w_p / s costs, exactly: no search is needed.
 
 Plain GNMax: the test of confidence that comes before a label in Papernot et al. 2018 is not here.
 
@@ -31,21 +31,30 @@ from dpcompanion.accounting import gaussian_epsilon, gaussian_mu
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PateParameters:
-    """The standard deviation of the noise on the histogram, and `weights`, (P,) float64: what a vote of each group
-    counts."""
+    """The standard deviation of the noise on the histogram, and `weights`, (P,) float64: what a
+    vote of each group counts.
+    """
 
     noise_std: float
     weights: torch.Tensor
 
     def epsilons(self, delta: float, *, queries: int) -> torch.Tensor:
-        """(P,) epsilons of the groups after so many labels, whatever the votes: exact, add or remove one example."""
+        """(P,) epsilons of the groups after so many labels, whatever the votes: exact, add or
+        remove one example.
+        """
         return gaussian_epsilon(
-            math.sqrt(2 * _checks.whole_number("queries", queries, 1)) * self.weights / self.noise_std, delta
+            math.sqrt(2 * _checks.whole_number("queries", queries, 1))
+            * self.weights
+            / self.noise_std,
+            delta,
         )
 
 
-def weighted_parameters(target_epsilons: Array, counts: Array, *, target_delta: float, queries: int) -> PateParameters:
-    r"""Weighting: votes that count as much as each budget allows, with mean 1, and the noise that goes with them.
+def weighted_parameters(
+    target_epsilons: Array, counts: Array, *, target_delta: float, queries: int
+) -> PateParameters:
+    r"""Weighting: votes that count as much as each budget allows, with mean 1, and the noise that
+    goes with them.
 
     Args:
         target_epsilons: (P,) budgets.
@@ -53,10 +62,12 @@ def weighted_parameters(target_epsilons: Array, counts: Array, *, target_delta: 
         target_delta: in (0, 1).
         queries: number of labels T.
 
-    With mu_p the sensitivity over noise at which the Gaussian mechanism costs (eps_p, delta), weights are proportional
-    to mu_p and the noise is sqrt(2 T) / \sum_p (share_p mu_p).
+    With mu_p the sensitivity over noise at which the Gaussian mechanism costs (eps_p, delta),
+    weights are proportional to mu_p and the noise is sqrt(2 T) / \sum_p (share_p mu_p).
 
-    >>> weighted_parameters([1.0, 3.0], [1, 1], target_delta=1e-5, queries=100).epsilons(1e-5, queries=100)
+    >>> weighted_parameters([1.0, 3.0], [1, 1], target_delta=1e-5, queries=100).epsilons(
+    ...     1e-5, queries=100
+    ... )
     tensor([1.0000, 3.0000], dtype=torch.float64)
     """
     reach, shares = _reach(target_epsilons, counts, target_delta)
@@ -66,8 +77,8 @@ def weighted_parameters(target_epsilons: Array, counts: Array, *, target_delta: 
 
 
 def histograms(votes: Array, weights: Array, *, classes: int) -> torch.Tensor:
-    """Weighted votes for each class: votes (teachers, queries), whole numbers; weights (teachers,). Returns (queries,
-    classes).
+    """Weighted votes for each class: votes (teachers, queries), whole numbers; weights (teachers,).
+    Returns (queries, classes).
 
     >>> histograms([[0, 1], [1, 1], [1, 2]], [1.0, 0.5, 2.0], classes=3)
     tensor([[1.0000, 2.5000, 0.0000],
@@ -81,30 +92,44 @@ def histograms(votes: Array, weights: Array, *, classes: int) -> torch.Tensor:
             f"votes must have shape (teachers, queries) and weights (teachers,), got "
             f"{tuple(votes.shape)} and {tuple(weights.shape)}"
         )
-    return torch.einsum("t,tqc->qc", weights, torch.nn.functional.one_hot(votes.long(), classes).double())
+    return torch.einsum(
+        "t,tqc->qc", weights, torch.nn.functional.one_hot(votes.long(), classes).double()
+    )
 
 
-def noisy_labels(histogram: torch.Tensor, noise_std: float, generator: torch.Generator) -> torch.Tensor:
-    """The label of each query, (queries,): the largest entry of the histogram (queries, classes) with noise.
+def noisy_labels(
+    histogram: torch.Tensor, noise_std: float, generator: torch.Generator
+) -> torch.Tensor:
+    """The label of each query, (queries,): the largest entry of the histogram (queries, classes)
+    with noise.
 
-    Raises ValueError for noise that is not above 0 and finite, and for a histogram that is not of finite numbers.
+    Raises ValueError for noise that is not above 0 and finite, and for a histogram that is not of
+    finite numbers.
     """
     noise_std = _checks.number("noise_std", noise_std, 0, math.inf, closed="neither")
     _checks.in_interval("histogram", histogram, -math.inf, math.inf, closed="neither")
     _checks.generator("generator", generator)
-    noise = torch.randn(histogram.shape, dtype=torch.float64, generator=generator, device=generator.device)
+    noise = torch.randn(
+        histogram.shape, dtype=torch.float64, generator=generator, device=generator.device
+    )
     return (histogram + noise_std * noise.to(histogram.device)).argmax(dim=1)
 
 
 def _reach(target_epsilons, counts, target_delta):
     """The largest sensitivity over noise that each budget allows, (P,), and the groups' shares."""
     epsilons = torch.as_tensor(
-        _checks.in_interval("target_epsilons", target_epsilons, 0, math.inf, closed="neither"), dtype=torch.float64
+        _checks.in_interval("target_epsilons", target_epsilons, 0, math.inf, closed="neither"),
+        dtype=torch.float64,
     )
-    counts = torch.as_tensor(_checks.in_interval("counts", counts, 0, math.inf, closed="neither"), dtype=torch.float64)
+    counts = torch.as_tensor(
+        _checks.in_interval("counts", counts, 0, math.inf, closed="neither"), dtype=torch.float64
+    )
     for name, values in (("target_epsilons", epsilons), ("counts", counts)):
         if values.ndim != 1 or len(values) == 0:
-            raise ValueError(f"{name} must be a list with one entry for each group, got shape {tuple(values.shape)}")
+            raise ValueError(
+                f"{name} must be a list with one entry for each group, got shape "
+                f"{tuple(values.shape)}"
+            )
     _checks.same_length(target_epsilons=epsilons, counts=counts)
     target_delta = _checks.number("target_delta", target_delta, 0, 1, closed="neither")
     return gaussian_mu(epsilons, target_delta), counts / counts.sum()

@@ -1,51 +1,59 @@
-r"""Publishing what individual epsilons look like together: a private mean and private quantiles; and the means and
-variances by which columns are scaled before a training, a private scaler.
+r"""Publishing what individual epsilons look like together: a private mean and private quantiles;
+and the means and variances by which columns are scaled before a training, a private scaler.
 
 An epsilon of one's own is computed from one's own data and may not be published as it is.  Two
 releases add Gaussian noise instead, calibrated by the analytic Gaussian mechanism.
 
-**What is protected.**  By default one value is added or removed: ``relation="add-remove"``.  Where one value becomes
-another, ``relation="replace"`` is the one to ask for: it moves two of the counts behind a curve of quantiles, and a
-release of epsilon 0.1 for add or remove is one of 0.131 for replacement (512 bins, delta 1e-5).  The mean and the
-iterations cost the same in both.  The number of values n counts as public.  Given the models of the training run,
-each person's epsilon is a function of these models and of that person's data alone (Yu et al. 2023, theorem 3.2), so
-one person changes one value.  The models protect a person by the training's own guarantee, and the two add up:
-:math:`(\varepsilon_\text{train} + \varepsilon, \delta_\text{train} + \delta)` at most, with what training promised
-beforehand and not with the person's own account.  **Not covered:** values that depend on
-more than that, such as epsilons by running estimates, which hang on who was sampled.
+**What is protected.** By default one value is added or removed: ``relation="add-remove"``. Where
+one value becomes another, ``relation="replace"`` is the one to ask for: it moves two of the counts
+behind a curve of quantiles, and a release of epsilon 0.1 for add or remove is one of 0.131 for
+replacement (512 bins, delta 1e-5). The mean and the iterations cost the same in both. The number of
+values n counts as public. Given the models of the training run, each person's epsilon is a function
+of these models and of that person's data alone (Yu et al. 2023, theorem 3.2), so one person changes
+one value. The models protect a person by the training's own guarantee, and the two add up:
+:math:`(\varepsilon_\text{train} + \varepsilon, \delta_\text{train} + \delta)` at most, with what
+training promised beforehand and not with the person's own account. **Not covered:** values that
+depend on more than that, such as epsilons by running estimates, which hang on who was sampled.
 
-**Several releases.**  All methods here are compositions of Gaussian mechanisms, so they compose exactly: `split` gives
-the epsilon at which each of k releases may run so that together they are (epsilon, delta)-private.  `ledger_item` is
-what a release counts as in a `dpcompanion.accounting.Ledger`, beside trainings.
+**Several releases.** All methods here are compositions of Gaussian mechanisms, so they compose
+exactly: `split` gives the epsilon at which each of k releases may run so that together they are
+(epsilon, delta)-private. `ledger_item` is what a release counts as in a
+`dpcompanion.accounting.Ledger`, beside trainings.
 
 **Quantiles.**
 
-* "cdf", the default: count the values in `bins` equal bins of [0, upper], and release all prefix sums of these counts
-  with correlated noise: with :math:`A = L L` the matrix of prefix sums and L its lower triangular Toeplitz square
-  root, :math:`L (L h + \mathcal N(0, \sigma^2 c^2 I))`, where c is the length of L's longest column (Fichtenberger,
-  Henzinger and Upadhyay 2023). The noise of a prefix is at most :math:`\sigma c^2`, with
-  :math:`c^2 \approx 1.07 + \ln(\text{bins})/\pi`. All quantiles are read off one monotone curve (isotonic
-  regression), at no further cost: 5 cost what 1 does.
-* "andrew2021": `steps` rounds of :math:`C \leftarrow C \exp(-\eta (b - \gamma))`, b the noisy share of values that are
-  at most C (Andrew et al. 2021), as in Yu et al.; the budget is shared equally by all rounds and quantiles. Andrew et
-  al.'s own :math:`\eta = 0.2` is meant for hundreds of rounds and does not arrive in 20.
+* "cdf", the default: count the values in `bins` equal bins of [0, upper], and release all prefix
+  sums of these counts with correlated noise: with :math:`A = L L` the matrix of prefix sums and L
+  its lower triangular Toeplitz square root, :math:`L (L h + \mathcal N(0, \sigma^2 c^2 I))`, where
+  c is the length of L's longest column (Fichtenberger, Henzinger and Upadhyay 2023). The noise of a
+  prefix is at most :math:`\sigma c^2`, with :math:`c^2 \approx 1.07 + \ln(\text{bins})/\pi`. All
+  quantiles are read off one monotone curve (isotonic regression), at no further cost: 5 cost what 1
+  does.
+* "andrew2021": `steps` rounds of :math:`C \leftarrow C \exp(-\eta (b - \gamma))`, b the noisy share
+  of values that are at most C (Andrew et al. 2021), as in Yu et al.; the budget is shared equally
+  by all rounds and quantiles. Andrew et al.'s own :math:`\eta = 0.2` is meant for hundreds of
+  rounds and does not arrive in 20.
 
-**A scaler.**  What columns are scaled by is computed from the data that are to be protected, so it costs epsilon like
-everything else.  With :math:`z \in [-1, 1]` the values of d columns, between public bounds, `private_scaler` releases
-the 2d sums of :math:`z` and :math:`z^2 - 1/2` at once.  One row moves a column's two sums by at most
+**A scaler.** What columns are scaled by is computed from the data that are to be protected, so it
+costs epsilon like everything else. With :math:`z \in [-1, 1]` the values of d columns, between
+public bounds, `private_scaler` releases the 2d sums of :math:`z` and :math:`z^2 - 1/2` at once. One
+row moves a column's two sums by at most
 
 .. math::
     \max_{|z| \le 1} z^2 + \left(z^2 - \tfrac12\right)^2 = \tfrac54, \qquad
     \max_{|z|, |z'| \le 1} (z - z')^2 + (z^2 - z'^2)^2 = 4
 
-in square, if it is added or removed, or replaced: all of them by :math:`\sqrt{5d/4}` or :math:`2\sqrt d`.
+in square, if it is added or removed, or replaced: all of them by :math:`\sqrt{5d/4}` or
+:math:`2\sqrt d`.
 
 >>> values = torch.linspace(0.0, 2.0, 60_000, dtype=torch.float64) ** 2 / 2
 >>> generator = torch.Generator().manual_seed(0)
 >>> mean = private_mean(values, upper=2.0, epsilon=0.1, delta=1e-5, generator=generator)
 >>> abs(mean - float(values.mean())) < 0.01
 True
->>> private_quantiles(values, [0.1, 0.5, 0.9], upper=2.0, epsilon=0.1, delta=1e-5, generator=generator)
+>>> private_quantiles(
+...     values, [0.1, 0.5, 0.9], upper=2.0, epsilon=0.1, delta=1e-5, generator=generator
+... )
 tensor([0.0...], dtype=torch.float64)
 """
 
@@ -67,7 +75,9 @@ from dpcompanion.mechanism.secure import CELLS, MOST_CELLS, SecureStream, grid_o
 
 METHODS = ("cdf", "andrew2021")
 RELATIONS = ("add-remove", "replace")
-_SMALL = "delta must be small beside epsilon, whose share would be 0 here, got epsilon={} and delta={}"
+_SMALL = (
+    "delta must be small beside epsilon, whose share would be 0 here, got epsilon={} and delta={}"
+)
 
 
 def private_mean(
@@ -79,18 +89,21 @@ def private_mean(
     generator: torch.Generator | None,
     relation: str = "add-remove",
 ) -> float:
-    """The mean of `values` with noise of standard deviation sigma upper / n, (epsilon, delta)-private: a float from 0
-    to `upper`, where what the noise carries beyond is moved to the nearest end.
+    """The mean of `values` with noise of standard deviation sigma upper / n, (epsilon,
+    delta)-private: a float from 0 to `upper`, where what the noise carries beyond is moved to the
+    nearest end.
 
-    Neighbouring relation: one value added or removed, or replaced, n public; the sum moves by `upper` at most in both.
+    Neighbouring relation: one value added or removed, or replaced, n public; the sum moves by
+    `upper` at most in both.
 
     Args:
-        values: (n,), each from 0 to `upper`; what lies outside is moved to the nearest end, and NaN to 0.
+        values: (n,), each from 0 to `upper`; what lies outside is moved to the nearest end, and NaN
+        to 0.
         upper: a public bound, from 1e-100 to 1e100, such as the worst-case epsilon of the run.
         epsilon, delta: of this release, see `split`.
-        generator: None, for what is published: the noise comes from a cipher under a key of the operating system and
-            is added on a grid (`dpcompanion.mechanism.secure`). Or a torch.Generator, for research: anyone who knows or
-            guesses its seed subtracts the noise.
+        generator: None, for what is published: the noise comes from a cipher under a key of the
+            operating system and is added on a grid (`dpcompanion.mechanism.secure`). Or a
+            torch.Generator, for research: anyone who knows or guesses its seed subtracts the noise.
         relation: "add-remove" or "replace": what (epsilon, delta) is for.
 
     Raises:
@@ -102,7 +115,9 @@ def private_mean(
     values = _bounded(values, upper)
     _checks.one_of("relation", relation, RELATIONS)
     ratio = noise_ratio(epsilon, delta)
-    mean = float(_noisy(values.mean(), upper / ratio / len(values), generator, ratio=ratio, most=upper))
+    mean = float(
+        _noisy(values.mean(), upper / ratio / len(values), generator, ratio=ratio, most=upper)
+    )
     return min(max(mean, 0.0), float(upper))  # what is done to what was released costs nothing
 
 
@@ -121,16 +136,20 @@ def private_quantiles(
     start: float | None = None,
     relation: str = "add-remove",
 ) -> torch.Tensor:
-    """Quantiles of `values`, together (epsilon, delta)-private: (len(quantiles),) float64, from 0 to `upper`.
+    """Quantiles of `values`, together (epsilon, delta)-private: (len(quantiles),) float64, from 0
+    to `upper`.
 
-    Neighbouring relation: one value added or removed, n public; or one replaced, see `replacement_factor`.
+    Neighbouring relation: one value added or removed, n public; or one replaced, see
+    `replacement_factor`.
 
     Args:
-        values: (n,), each from 0 to `upper`; what lies outside is moved to the nearest end, and NaN to 0.
+        values: (n,), each from 0 to `upper`; what lies outside is moved to the nearest end, and NaN
+        to 0.
         quantiles: shares in (0, 1).
         upper: a public bound, from 1e-100 to 1e100, such as the worst-case epsilon of the run.
         epsilon, delta: of this release, see `split`.
-        generator: None, for what is published, or a torch.Generator, for research; see `private_mean`.
+        generator: None, for what is published, or a torch.Generator, for research; see
+        `private_mean`.
         method: "cdf" or "andrew2021"; see the module's text.
         bins: of the public grid of "cdf".
         steps, learning_rate, start: of "andrew2021"; it starts at upper / 2 by default.
@@ -147,8 +166,12 @@ def private_quantiles(
     _checks.one_of("relation", relation, RELATIONS)
     if method == "cdf":
         bins = _checks.whole_number("bins", bins, 2)
-        ratio = noise_ratio(_epsilon_of_adding(epsilon, delta, bins) if relation == "replace" else epsilon, delta)
-        return _read_off(_noisy_prefixes(values, upper, bins, ratio, generator), quantiles, upper, len(values))
+        ratio = noise_ratio(
+            _epsilon_of_adding(epsilon, delta, bins) if relation == "replace" else epsilon, delta
+        )
+        return _read_off(
+            _noisy_prefixes(values, upper, bins, ratio, generator), quantiles, upper, len(values)
+        )
     ratio = noise_ratio(epsilon, delta)
     steps = _checks.whole_number("steps", steps, 1)
     learning_rate = _checks.number("learning_rate", learning_rate, 0, math.inf, closed="neither")
@@ -158,9 +181,12 @@ def private_quantiles(
     ordered = values.sort().values
     for _ in range(steps):
         counts = torch.searchsorted(ordered, found, right=True).double()
-        below = _noisy(counts, std, generator, ratio=ratio, most=len(values), numbers=steps * len(quantiles))
+        below = _noisy(
+            counts, std, generator, ratio=ratio, most=len(values), numbers=steps * len(quantiles)
+        )
         factor = torch.exp(-learning_rate * (below / len(values) - quantiles))
-        found = (found * factor.clamp(max=torch.finfo(factor.dtype).max)).clamp(max=upper)  # 0 times inf is NaN
+        # 0 times inf is NaN
+        found = (found * factor.clamp(max=torch.finfo(factor.dtype).max)).clamp(max=upper)
     return found
 
 
@@ -188,7 +214,8 @@ class PrivateScaler:
     unit: str = "row"
 
     def transform(self, x: Array) -> torch.Tensor:
-        """(x - mean) / scale of columns moved to between their bounds, (m, d), of the type and device of x.
+        """(x - mean) / scale of columns moved to between their bounds, (m, d), of the type and
+        device of x.
 
         It is a fixed map of each row, at no further cost. NaN stays NaN.
 
@@ -199,22 +226,36 @@ class PrivateScaler:
         if x.ndim != 2 or x.shape[1] != len(self.mean):
             raise ValueError(f"x must have shape (m, {len(self.mean)}), got {tuple(x.shape)}")
         wide = x.to(torch.float64)
-        lower, upper, mean, scale = (t.to(x.device) for t in (self.lower, self.upper, self.mean, self.scale))
+        lower, upper, mean, scale = (
+            t.to(x.device) for t in (self.lower, self.upper, self.mean, self.scale)
+        )
         found = (wide.clamp(lower, upper) - mean) / scale
         return found.to(x.dtype if x.is_floating_point() else torch.get_default_dtype())
 
     def statement(self) -> str:
         """What the scaler has cost, in a sentence for a report."""
-        neighbours = f"by one {self.unit}" if self.relation == "add-remove" else f"in one {self.unit} that is replaced"
+        neighbours = (
+            f"by one {self.unit}"
+            if self.relation == "add-remove"
+            else f"in one {self.unit} that is replaced"
+        )
         return (
-            f"Means and variances of {len(self.mean)} columns of {self.n} {self.unit}s (a public number) were released "
-            f"with Gaussian noise, ({self.epsilon:g}, {self.delta:g})-DP for neighbours that differ {neighbours} "
+            f"Means and variances of {len(self.mean)} columns of {self.n} {self.unit}s (a public "
+            "number) were released "
+            f"with Gaussian noise, ({self.epsilon:g}, {self.delta:g})-DP for neighbours that "
+            f"differ {neighbours} "
             f"({self.relation})."
-            + (" The noise was seeded, for research: anyone who knows the seed can subtract it." if self.seeded else "")
+            + (
+                " The noise was seeded, for research: anyone who knows the seed can subtract it."
+                if self.seeded
+                else ""
+            )
         )
 
     def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
-        """What `accounting.Ledger.add` counts: a Gaussian mechanism, exactly, for a public number of rows."""
+        """What `accounting.Ledger.add` counts: a Gaussian mechanism, exactly, for a public number
+        of rows.
+        """
         check_no_delta(delta)
         replaced = _SCALER["replace"] / _SCALER["add-remove"]
         longer = _SCALER[self.relation] / _SCALER["add-remove"]
@@ -238,23 +279,27 @@ def private_scaler(
     relation: str = "add-remove",
     unit: str = "row",
 ) -> PrivateScaler:
-    """Mean and standard deviation of each column, (epsilon, delta)-private together: for scaling data before training.
+    """Mean and standard deviation of each column, (epsilon, delta)-private together: for scaling
+    data before training.
 
-    Neighbouring relation: one row added or removed, or replaced, n public; see the module's text. Where a person has
-    several rows, give one row a person, such as their mean.
+    Neighbouring relation: one row added or removed, or replaced, n public; see the module's text.
+    Where a person has several rows, give one row a person, such as their mean.
 
     Args:
-        x: (n, d) numbers; what lies outside of the bounds is moved to the nearest, and NaN to the middle.
-        lower, upper: public bounds of all columns, or (d,) of each, lower below upper, between -1e100 and 1e100. They
-            must not be read off the data.
+        x: (n, d) numbers; what lies outside of the bounds is moved to the nearest, and NaN to the
+        middle.
+        lower, upper: public bounds of all columns, or (d,) of each, lower below upper, between
+            -1e100 and 1e100. They must not be read off the data.
         epsilon, delta: of this release.
-        generator: None, for what is published, or a torch.Generator, for research; see `private_mean`.
+        generator: None, for what is published, or a torch.Generator, for research; see
+        `private_mean`.
         relation: "add-remove" or "replace": what (epsilon, delta) is for.
-        unit: what one row is, in the singular, such as "patient" where each patient has one row: a word of the
-            statement and of a ledger's, as in `DPSGDPlan`.
+        unit: what one row is, in the singular, such as "patient" where each patient has one row: a
+            word of the statement and of a ledger's, as in `DPSGDPlan`.
 
     Returns:
-        A `PrivateScaler`, whose `transform` scales data, and which a `Ledger` takes beside the training. A variance
+        A `PrivateScaler`, whose `transform` scales data, and which a `Ledger` takes beside the
+        training. A variance
         that the noise may hide counts as the standard deviation of the noise in it.
 
     Raises:
@@ -263,7 +308,10 @@ def private_scaler(
     >>> from dpcompanion.accounting import Ledger
     >>> ages = torch.randint(20, 80, (5000, 1), generator=torch.Generator().manual_seed(0))
     >>> scaler = private_scaler(ages, lower=0, upper=100, epsilon=0.5, delta=1e-6, generator=None)
-    >>> bool(scaler.transform(ages).mean().abs() < 0.1), round(Ledger().add(scaler).epsilon(1e-6), 3)
+    >>> (
+    ...     bool(scaler.transform(ages).mean().abs() < 0.1),
+    ...     round(Ledger().add(scaler).epsilon(1e-6), 3),
+    ... )
     (True, 0.5)
     """
     generator = _generator(generator)
@@ -272,11 +320,15 @@ def private_scaler(
     ratio = noise_ratio(epsilon, delta)
     x = _real("x", x)
     if x.ndim != 2 or not x.numel():
-        raise ValueError(f"x must be rows of one column at least, shape (n, d), got shape {tuple(x.shape)}")
+        raise ValueError(
+            f"x must be rows of one column at least, shape (n, d), got shape {tuple(x.shape)}"
+        )
     n, d = x.shape
     low, high = (_bounds(name, value, d) for name, value in (("lower", lower), ("upper", upper)))
     if not (low < high).all():
-        raise ValueError(f"lower must be below upper in each column, got {low.tolist()} and {high.tolist()}")
+        raise ValueError(
+            f"lower must be below upper in each column, got {low.tolist()} and {high.tolist()}"
+        )
     middle, half = low / 2 + high / 2, high / 2 - low / 2
     z = ((x - middle) / half).nan_to_num(nan=0.0).clamp(-1, 1)
     sums = torch.cat([z.sum(0), (z.square() - 0.5).sum(0)])
@@ -306,10 +358,11 @@ def _bounds(name, value, d):
 
 
 def split(epsilon: float, delta: float, parts: int) -> float:
-    """The epsilon of each of `parts` releases of this module that are together (epsilon, delta)-private.
+    """The epsilon of each of `parts` releases of this module that are together (epsilon,
+    delta)-private.
 
-    Each runs with the same `delta` and the same relation, which is that of the whole. Raises ValueError where a share
-    of epsilon would be 0, since delta alone pays for as much.
+    Each runs with the same `delta` and the same relation, which is that of the whole. Raises
+    ValueError where a share of epsilon would be 0, since delta alone pays for as much.
 
     >>> each = split(0.1, 1e-5, 2)
     >>> round(each, 4)
@@ -323,14 +376,20 @@ def split(epsilon: float, delta: float, parts: int) -> float:
 
 
 def ledger_item(
-    epsilon: float, delta: float, *, bins: int | None = None, relation: str = "add-remove", unit: str = "example"
+    epsilon: float,
+    delta: float,
+    *,
+    bins: int | None = None,
+    relation: str = "add-remove",
+    unit: str = "example",
 ) -> LedgerEntry:
-    """What one release of this module costs, for `accounting.Ledger.add`: it is a Gaussian mechanism, exactly, of a
-    public number of values.
+    """What one release of this module costs, for `accounting.Ledger.add`: it is a Gaussian
+    mechanism, exactly, of a public number of values.
 
     Args:
         epsilon, delta: those of the release.
-        bins: of `private_quantiles` with method "cdf", None for `private_mean` and for "andrew2021".
+        bins: of `private_quantiles` with method "cdf", None for `private_mean` and for
+        "andrew2021".
         relation: that of the release.
         unit: what one value is of, in the singular: a word of the ledger's statement.
 
@@ -346,22 +405,26 @@ def ledger_item(
     replaced = 1.0 if bins is None else replacement_factor(bins)
     if bins is not None and relation == "replace":
         epsilon = _epsilon_of_adding(epsilon, delta, bins)
-    item = Gaussian((1 - 1e-12) / noise_ratio(epsilon, delta), replaced=min(replaced * (1 + 1e-9), 2.0))
+    item = Gaussian(
+        (1 - 1e-12) / noise_ratio(epsilon, delta), replaced=min(replaced * (1 + 1e-9), 2.0)
+    )
     return LedgerEntry(item, relation="zero-out", unit=unit)
 
 
 def replacement_factor(bins: int) -> float:
-    """How much longer than one value added is one replaced, for the curve of quantiles: from 1 to sqrt(2).
+    """How much longer than one value added is one replaced, for the curve of quantiles: from 1 to
+    sqrt(2).
 
-    The replaced value leaves bin a and enters bin b, which moves :math:`L h` by the difference of two columns of L:
-    :math:`\\max_{a,b} \\|L e_a - L e_b\\| / \\max_a \\|L e_a\\|`.
+    The replaced value leaves bin a and enters bin b, which moves :math:`L h` by the difference of
+    two columns of L: :math:`\\max_{a,b} \\|L e_a - L e_b\\| / \\max_a \\|L e_a\\|`.
 
     >>> round(replacement_factor(512), 4)
     1.2776
     """
     bins = _checks.whole_number("bins", bins, 2)
     column = _square_root(bins)
-    # Entries fall along a column, so that the longest difference has the first column in it: the other begins at bin b.
+    # Entries fall along a column, so that the longest difference has the first column in it: the
+    # other begins at bin b.
     own = column.square().cumsum(0)
     spectrum = torch.fft.rfft(column, 2 * bins)
     shared = torch.fft.irfft(spectrum.abs().square(), 2 * bins)[1:bins]
@@ -370,19 +433,24 @@ def replacement_factor(bins: int) -> float:
 
 
 def _epsilon_of_adding(epsilon, delta, bins):
-    """The epsilon, for one value added, of a curve of quantiles that is (epsilon, delta)-private for one replaced.
+    """The epsilon, for one value added, of a curve of quantiles that is (epsilon, delta)-private
+    for one replaced.
 
-    A Gaussian mechanism whose sensitivity for replacement is c times that for adding has the epsilon for replacement
-    at noise c times as large, that is at the epsilon for adding of a ratio c times smaller.
+    A Gaussian mechanism whose sensitivity for replacement is c times that for adding has the
+    epsilon for replacement at noise c times as large, that is at the epsilon for adding of a ratio
+    c times smaller.
     """
-    found = float(gaussian_epsilon(noise_ratio(epsilon, delta) / replacement_factor(bins), delta)) * (1 - 1e-9)
+    found = float(
+        gaussian_epsilon(noise_ratio(epsilon, delta) / replacement_factor(bins), delta)
+    ) * (1 - 1e-9)
     if not found:
         raise ValueError(_SMALL.format(epsilon, delta))
     return found
 
 
 def noise_ratio(epsilon: float, delta: float) -> float:
-    """The largest sensitivity over noise at which the Gaussian mechanism is (epsilon, delta)-private, rounded down.
+    """The largest sensitivity over noise at which the Gaussian mechanism is (epsilon,
+    delta)-private, rounded down.
 
     >>> round(1 / noise_ratio(0.1, 1e-5), 2)
     30.75
@@ -412,7 +480,9 @@ def _generator(generator):
 def _bounded(values, upper):
     values = _real("values", values)
     if values.ndim != 1 or not len(values):
-        raise ValueError(f"values must be a list of one number at least, got shape {tuple(values.shape)}")
+        raise ValueError(
+            f"values must be a list of one number at least, got shape {tuple(values.shape)}"
+        )
     return values.nan_to_num(nan=0.0, posinf=upper, neginf=0.0).clamp(0, upper)
 
 
@@ -421,13 +491,16 @@ def _real(name, values):
     try:
         if not isinstance(values, torch.Tensor):
             entries = np.asarray(values)
-            whole = entries.dtype.kind == "O" and all(isinstance(entry, numbers.Real) for entry in entries.flat)
+            whole = entries.dtype.kind == "O" and all(
+                isinstance(entry, numbers.Real) for entry in entries.flat
+            )
             if entries.dtype.kind not in "biuf" and not whole:
                 raise TypeError
             if whole:  # 10^400 is no float64, and whether a value lies outside must not be seen
                 cut = [min(max(entry, -1e300), 1e300) for entry in entries.flat]
                 entries = np.asarray(cut, dtype=np.float64).reshape(entries.shape)
-            values = torch.from_numpy(entries.astype(np.float64))  # lists would go through PyTorch's default type
+            # lists would go through PyTorch's default type
+            values = torch.from_numpy(entries.astype(np.float64))
         if values.is_complex():
             raise TypeError
         return values.to("cpu", torch.float64).detach()
@@ -436,28 +509,39 @@ def _real(name, values):
 
 
 def _noisy(exact, std, generator, *, ratio, most, numbers=1):
-    """`exact` and N(0, std^2), where `std` is sensitivity / ratio for all `numbers` of the release together.
+    """`exact` and N(0, std^2), where `std` is sensitivity / ratio for all `numbers` of the release
+    together.
 
-    Without a generator sum and noise are added on a grid g, which moves two releases apart by sqrt(numbers) g more;
-    what floats add to `exact` is less than that again. No number of `exact` can exceed `most`, so that whether the grid
-    has room for them is known without them: an error that hung on private values would tell about them.
+    Without a generator sum and noise are added on a grid g, which moves two releases apart by
+    sqrt(numbers) g more; what floats add to `exact` is less than that again. No number of `exact`
+    can exceed `most`, so that whether the grid has room for them is known without them: an error
+    that hung on private values would tell about them.
     """
     if generator is not None:
         _check_room(most, std)
         return noisy(exact, std, generator)
 
-    moved = 2 * math.sqrt(numbers) / CELLS / ratio  # at most, as a share of the sensitivity at the noise that it takes
+    # at most, as a share of the sensitivity at the noise that it takes
+    moved = 2 * math.sqrt(numbers) / CELLS / ratio
     if not moved <= 0.5:
-        raise ValueError(f"epsilon must be large enough for noise on a grid, got sensitivity / noise of {ratio:g}")
+        raise ValueError(
+            "epsilon must be large enough for noise on a grid, got sensitivity / noise of "
+            f"{ratio:g}"
+        )
     std = std / (1 - moved)
     _check_room(most, grid_of(std))
     return noisy(exact, std, SecureStream())
 
 
 def _check_room(most, unit):
-    """float64 tells the multiples of `unit` apart up to `most` (and a little more, for rounding)."""
+    """float64 tells the multiples of `unit` apart up to `most` (and a little more, for
+    rounding).
+    """
     if not most / unit <= MOST_CELLS / 2:
-        raise ValueError(f"epsilon must be smaller: beside what so many values may add up to, {most:g}, noise is lost")
+        raise ValueError(
+            f"epsilon must be smaller: beside what so many values may add up to, {most:g}, noise "
+            "is lost"
+        )
 
 
 def _square_root(bins):
@@ -469,17 +553,24 @@ def _square_root(bins):
 def _convolved(column, vector):
     """The lower triangular Toeplitz matrix with this first column, times the vector."""
     size = 2 * len(column)
-    return torch.fft.irfft(torch.fft.rfft(column, size) * torch.fft.rfft(vector, size), size)[: len(column)]
+    return torch.fft.irfft(torch.fft.rfft(column, size) * torch.fft.rfft(vector, size), size)[
+        : len(column)
+    ]
 
 
 def _noisy_prefixes(values, upper, bins, ratio, generator):
     """Noisy numbers of values in the first 1, 2, ... bins, monotone, (bins,)."""
-    counts = torch.bincount((values / upper * bins).long().clamp(max=bins - 1), minlength=bins).double()
+    counts = torch.bincount(
+        (values / upper * bins).long().clamp(max=bins - 1), minlength=bins
+    ).double()
     column = _square_root(bins)
     std = float(column.square().sum().sqrt()) / ratio
     if generator is None:
         found = _convolved(
-            column, _noisy(_convolved(column, counts), std, None, ratio=ratio, most=len(values), numbers=bins)
+            column,
+            _noisy(
+                _convolved(column, counts), std, None, ratio=ratio, most=len(values), numbers=bins
+            ),
         )
     else:
         _check_room(len(values), std)

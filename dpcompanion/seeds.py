@@ -1,10 +1,10 @@
 """What a seed is made into: keys of 256 bits, one for each stream of random numbers, by hashing.
 
-PyTorch's generator takes 32 bits of a seed on the CPU, so that two seeds that agree in these draw the same numbers, and
-four billion trials find any.  Here every bit of a seed counts, and it may have up to 1024.  Noise and batches
-come from ciphers under such keys (`dpcompanion.mechanism.noise`); first weights, dropout and the orders of passes
-from PyTorch's generator, whose whole state a key fills.  A seed is for research all the same: anyone who knows it can
-repeat the run.
+PyTorch's generator takes 32 bits of a seed on the CPU, so that two seeds that agree in these draw
+the same numbers, and four billion trials find any. Here every bit of a seed counts, and it may have
+up to 1024. Noise and batches come from ciphers under such keys (`dpcompanion.mechanism.noise`);
+first weights, dropout and the orders of passes from PyTorch's generator, whose whole state a key
+fills. A seed is for research all the same: anyone who knows it can repeat the run.
 
 Fresh weights go through `jittered`, which moves them only where a test asks for it.
 
@@ -26,19 +26,22 @@ from dpcompanion import _checks
 #: PyTorch's generator, which took 32 bits of a seed, 2 are the keys below.
 DRAWS = 2
 
-# What PyTorch keeps of a Mersenne Twister: seed, how many words are left (int32), whether it is seeded (int32), the
-# next word, 624 words of 64 bits each, and what is left over of normals.
+# What PyTorch keeps of a Mersenne Twister: seed, how many words are left (int32), whether it is
+# seeded (int32), the next word, 624 words of 64 bits each, and what is left over of normals.
 _WORDS, _STATE_BYTES = 624, 5056
 
 
 def derive_seed(seed: int, *names: str | int) -> int:
-    """A whole number below 2^63 for `names`, by hashing, for what takes seeds of its own: shadow runs, data, dropout.
+    """A whole number below 2^63 for `names`, by hashing, for what takes seeds of its own: shadow
+    runs, data, dropout.
 
-    It is the first 63 bits of sha256("seed/names"); 32 of them are all that `torch.Generator.manual_seed` takes.
+    It is the first 63 bits of sha256("seed/names"); 32 of them are all that
+    `torch.Generator.manual_seed` takes.
 
     Args:
         seed: a whole number in [0, 2^1024).
-        names: texts without "/", or whole numbers; no text may read as a whole number ("1" beside 1).
+        names: texts without "/", or whole numbers; no text may read as a whole number ("1" beside
+        1).
 
     Raises:
         ValueError: an argument outside its range.
@@ -54,13 +57,15 @@ def derive_seed(seed: int, *names: str | int) -> int:
 
 
 def derive_key(seed: int, *names: str | int) -> bytes:
-    """The key of 256 bits of the stream called `names`: the streams of one seed, and of two seeds, are independent.
+    """The key of 256 bits of the stream called `names`: the streams of one seed, and of two seeds,
+    are independent.
 
     It is the sha256 of a label, the names and all bits of the seed, each with its length before it.
 
     Args:
         seed: a whole number in [0, 2^1024).
-        names: of the stream, texts or whole numbers; no text may read as a whole number ("1" beside 1).
+        names: of the stream, texts or whole numbers; no text may read as a whole number ("1" beside
+        1).
 
     Raises:
         ValueError: an argument outside its range.
@@ -70,7 +75,10 @@ def derive_key(seed: int, *names: str | int) -> bytes:
     """
     seed = _checks.seed("seed", seed)
     total = hashlib.sha256(b"dpcompanion stream\0")
-    for part in (*(_text(name).encode() for name in names), seed.to_bytes((seed.bit_length() + 7) // 8, "little")):
+    for part in (
+        *(_text(name).encode() for name in names),
+        seed.to_bytes((seed.bit_length() + 7) // 8, "little"),
+    ):
         total.update(len(part).to_bytes(8, "little") + part)
     return total.digest()
 
@@ -79,7 +87,9 @@ def _text(name):
     """What is hashed of a stream's name: of two names never the same."""
     if isinstance(name, str):
         if re.fullmatch(r"-?[0-9]+", name):
-            raise ValueError(f"names must be texts that read as no whole number, or whole numbers, got {name!r}")
+            raise ValueError(
+                f"names must be texts that read as no whole number, or whole numbers, got {name!r}"
+            )
         return name
     try:
         if isinstance(name, bool):
@@ -90,7 +100,8 @@ def _text(name):
 
 
 def keyed_generator(key: bytes, device: str | torch.device = "cpu") -> torch.Generator:
-    """A `torch.Generator` for what a cipher cannot draw (weights, orders): its whole state comes from `key`, by SHAKE.
+    """A `torch.Generator` for what a cipher cannot draw (weights, orders): its whole state comes
+    from `key`, by SHAKE.
 
     On a GPU it takes the 64 bits of the key that PyTorch's generator has room for there.
 
@@ -112,17 +123,23 @@ def keyed_generator(key: bytes, device: str | torch.device = "cpu") -> torch.Gen
     state = generator.get_state().numpy()
     if state.size != _STATE_BYTES:
         raise RuntimeError(
-            f"PyTorch {torch.__version__} keeps its generator in {state.size} bytes, not {_STATE_BYTES}:"
+            f"PyTorch {torch.__version__} keeps its generator in {state.size} bytes, not "
+            f"{_STATE_BYTES}:"
             " this version of dpcompanion cannot seed it"
         )
-    state[8:24].view("<i4")[:] = 1, 1, 0, 0  # one word left, seeded, next word 0: as after `manual_seed`
-    state[24 : 24 + 8 * _WORDS].view("<u8")[:] = np.frombuffer(hashlib.shake_256(key).digest(4 * _WORDS), dtype="<u4")
+    # one word left, seeded, next word 0: as after `manual_seed`
+    state[8:24].view("<i4")[:] = 1, 1, 0, 0
+    state[24 : 24 + 8 * _WORDS].view("<u8")[:] = np.frombuffer(
+        hashlib.shake_256(key).digest(4 * _WORDS), dtype="<u4"
+    )
     generator.set_state(torch.from_numpy(state))
     return generator
 
 
 def seed_torch(key: bytes, device: str | torch.device = "cpu") -> None:
-    """Give PyTorch's global generator, and that of a GPU, the state that `keyed_generator` makes of a key."""
+    """Give PyTorch's global generator, and that of a GPU, the state that `keyed_generator` makes of
+    a key.
+    """
     torch.default_generator.set_state(keyed_generator(key).get_state())
     if torch.device(device).type == "cuda":
         with torch.cuda.device(device):
@@ -130,11 +147,12 @@ def seed_torch(key: bytes, device: str | torch.device = "cpu") -> None:
 
 
 def jittered(weights: torch.Tensor) -> torch.Tensor:
-    """Fresh weights as they are or, where the environment variable DPCOMPANION_JITTER is set to a number such as
-    1e-12, each moved up or down by this share of itself, or by one unit in its last place if that is more.
+    """Fresh weights as they are or, where the environment variable DPCOMPANION_JITTER is set to a
+    number such as 1e-12, each moved up or down by this share of itself, or by one unit in its last
+    place if that is more.
 
-    Training rounds on each processor in its own way. The jitter stands for those that are not at hand: a number that
-    it changes would differ on some of them too. See `tools/arithmetic.py`.
+    Training rounds on each processor in its own way. The jitter stands for those that are not at
+    hand: a number that it changes would differ on some of them too. See `tools/arithmetic.py`.
 
     >>> jittered(torch.ones(2, dtype=torch.float64)).tolist()
     [1.0, 1.0]

@@ -1,4 +1,6 @@
-"""What some tests need besides Python: without it they skip and say how to get it; where CI is set they fail."""
+"""What some tests need besides Python: without it they skip and say how to get it; where CI is set
+they fail.
+"""
 
 import importlib.util
 import json
@@ -13,10 +15,16 @@ import pytest
 # The same examples in every run and on every machine: a search for new ones is `make soundness`.
 hypothesis.settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 without_shrinking = [
-    phase for phase in hypothesis.Phase if phase not in (hypothesis.Phase.shrink, hypothesis.Phase.explain)
+    phase
+    for phase in hypothesis.Phase
+    if phase not in (hypothesis.Phase.shrink, hypothesis.Phase.explain)
 ]
-hypothesis.settings.register_profile("unshrunk", hypothesis.settings.get_profile("fixed"), phases=without_shrinking)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))  # "unshrunk" by tests/mutations.py
+hypothesis.settings.register_profile(
+    "unshrunk", hypothesis.settings.get_profile("fixed"), phases=without_shrinking
+)
+hypothesis.settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE", "fixed")
+)  # "unshrunk" by tests/mutations.py
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,7 +50,9 @@ def browser_check():
 def chromium():
     """The path of a Chromium."""
     return needed(
-        _browser_check.find_chromium(), "a Chromium", "apt-get install chromium, or set CHROMIUM to the path of one"
+        _browser_check.find_chromium(),
+        "a Chromium",
+        "apt-get install chromium, or set CHROMIUM to the path of one",
     )
 
 
@@ -54,12 +64,22 @@ def node():
 
 @pytest.fixture(scope="session")
 def run_script(node):
-    """A function for the value of a JavaScript expression over the book's scripts, each under its name."""
+    """A function for the value of a JavaScript expression over the book's scripts, each under its
+    name.
+    """
     static = ROOT / "book" / "_static"
 
     def run(expression):
-        names = {"accountant": "accountant", "exactFilter": "filter", "planner": "planner", "chart": "chart"}
-        loaded = [f"const {name} = require({str(static / f'{file}.js')!r});" for name, file in names.items()]
+        names = {
+            "accountant": "accountant",
+            "exactFilter": "filter",
+            "planner": "planner",
+            "chart": "chart",
+        }
+        loaded = [
+            f"const {name} = require({str(static / f'{file}.js')!r});"
+            for name, file in names.items()
+        ]
         command = [node, "-e", f"{''.join(loaded)} console.log(JSON.stringify({expression}))"]
         done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=True)
         return json.loads(done.stdout)

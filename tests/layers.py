@@ -1,9 +1,11 @@
-"""Layers that people use, each in a small model, for tests that try all of them in every way of training.
+"""Layers that people use, each in a small model, for tests that try all of them in every way of
+training.
 
-`CASES` is {name: Case}; a case builds a model that gives one row of logits an example, and inputs for it. A library's
-own modules are made from tiny configurations: nothing is downloaded.
+`CASES` is {name: Case}; a case builds a model that gives one row of logits an example, and inputs
+for it. A library's own modules are made from tiny configurations: nothing is downloaded.
 
-Who adds a layer adds a `Case`; who adds a way of training (`train`'s methods, the engine's modes) loops over `CASES`.
+Who adds a layer adds a `Case`; who adds a way of training (`train`'s methods, the engine's modes)
+loops over `CASES`.
 """
 
 import dataclasses
@@ -29,15 +31,23 @@ CLASSES, TOKENS = 3, 11
 
 def first(outputs):
     """What a layer gives, or the first thing of it."""
-    return outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "last_hidden_state", outputs)
+    return (
+        outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "last_hidden_state", outputs)
+    )
 
 
 class Net(nn.Module):
-    """`layer` in a classifier: `call` says how it is called, `stem` what its input goes through before."""
+    """`layer` in a classifier: `call` says how it is called, `stem` what its input goes through
+    before.
+    """
 
     def __init__(self, layer, features, *, call=None, stem=None):
         super().__init__()
-        self.stem, self.layer, self.head = stem or nn.Identity(), layer, nn.Linear(features, CLASSES)
+        self.stem, self.layer, self.head = (
+            stem or nn.Identity(),
+            layer,
+            nn.Linear(features, CLASSES),
+        )
         self.call = call or (lambda layer, h: layer(h))
 
     def forward(self, x):
@@ -73,11 +83,16 @@ class Packed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.words, self.rnn = nn.Embedding(TOKENS, 4, padding_idx=0), nn.LSTM(4, 4, batch_first=True)
+        self.words, self.rnn = (
+            nn.Embedding(TOKENS, 4, padding_idx=0),
+            nn.LSTM(4, 4, batch_first=True),
+        )
 
     def forward(self, x):
         lengths = (x > 0).sum(1).clamp(min=1)
-        packed = nn.utils.rnn.pack_padded_sequence(self.words(x), lengths, batch_first=True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.words(x), lengths, batch_first=True, enforce_sorted=False
+        )
         return self.rnn(packed)[1][0][0]
 
 
@@ -123,7 +138,9 @@ def attend(layer, h, *, first_axis=0, mask=None):
 
 
 def attend_padded(layer, h):
-    """Self-attention that leaves out positions whose first feature is above 1, the first position never."""
+    """Self-attention that leaves out positions whose first feature is above 1, the first position
+    never.
+    """
     mask = h[..., 0] > 1
     mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], 1)
     return layer(h, h, h, key_padding_mask=mask, need_weights=False)[0]
@@ -189,8 +206,10 @@ class Case:
     Attributes:
         build: () -> a module that gives (n, classes).
         inputs: (n, generator) -> inputs of n examples.
-        refused: whether every way of training must refuse it, as it mixes examples or keeps something of them.
-        random: whether it draws at random in training mode, so that gradients there are known by their bounds only.
+        refused: whether every way of training must refuse it, as it mixes examples or keeps
+        something of them.
+        random: whether it draws at random in training mode, so that gradients there are known by
+        their bounds only.
     """
 
     build: Callable[[], nn.Module]
@@ -211,17 +230,25 @@ CASES = {
     "Linear at positions": _case(lambda: nn.Linear(4, 5), floats(6, 4), 30),
     "Conv1d": _case(lambda: nn.Conv1d(2, 3, 3, padding=1), floats(2, 6), 18),
     "Conv2d": _case(lambda: nn.Conv2d(2, 3, 3, stride=2), floats(2, 7, 7), 27),
-    "Conv2d in groups": _case(lambda: nn.Conv2d(4, 4, 3, groups=2, padding="same"), floats(4, 5, 5), 100),
+    "Conv2d in groups": _case(
+        lambda: nn.Conv2d(4, 4, 3, groups=2, padding="same"), floats(4, 5, 5), 100
+    ),
     "Conv3d": _case(lambda: nn.Conv3d(1, 2, 2), floats(1, 3, 3, 3), 16),
     "ConvTranspose1d": _case(lambda: nn.ConvTranspose1d(2, 3, 3), floats(2, 4), 18),
     "ConvTranspose2d": _case(lambda: nn.ConvTranspose2d(2, 3, 2, stride=2), floats(2, 3, 3), 108),
     "Embedding": _case(lambda: nn.Embedding(TOKENS, 4), tokens(), 24),
-    "Embedding with padding_idx": _case(lambda: nn.Embedding(TOKENS, 4, padding_idx=0), tokens(padding=True), 24),
-    "Embedding with max_norm": _case(lambda: nn.Embedding(TOKENS, 4, max_norm=0.1), tokens(), 24, refused=True),
+    "Embedding with padding_idx": _case(
+        lambda: nn.Embedding(TOKENS, 4, padding_idx=0), tokens(padding=True), 24
+    ),
+    "Embedding with max_norm": _case(
+        lambda: nn.Embedding(TOKENS, 4, max_norm=0.1), tokens(), 24, refused=True
+    ),
     "Embedding scaled by frequency": _case(
         lambda: nn.Embedding(TOKENS, 4, scale_grad_by_freq=True), tokens(padding=True), 24
     ),
-    "Embedding with sparse gradients": _case(lambda: nn.Embedding(TOKENS, 4, sparse=True), tokens(), 24),
+    "Embedding with sparse gradients": _case(
+        lambda: nn.Embedding(TOKENS, 4, sparse=True), tokens(), 24
+    ),
     "EmbeddingBag": _case(lambda: nn.EmbeddingBag(TOKENS, 4), tokens(), 4),
     "EmbeddingBag with padding_idx": _case(
         lambda: nn.EmbeddingBag(TOKENS, 4, mode="sum", padding_idx=0), tokens(padding=True), 4
@@ -233,7 +260,10 @@ CASES = {
     "GroupNorm": _case(lambda: nn.GroupNorm(2, 4), floats(4, 5), 20),
     "InstanceNorm1d": _case(lambda: nn.InstanceNorm1d(3, affine=True), floats(3, 5), 15),
     "InstanceNorm2d with statistics": _case(
-        lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), floats(3, 4, 4), 48, refused=True
+        lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
+        floats(3, 4, 4),
+        48,
+        refused=True,
     ),
     "BatchNorm1d": _case(lambda: nn.BatchNorm1d(4), floats(4), 4, refused=True),
     "BatchNorm2d": _case(lambda: nn.BatchNorm2d(3), floats(3, 4, 4), 48, refused=True),
@@ -241,12 +271,20 @@ CASES = {
     "LSTM": _case(lambda: nn.LSTM(3, 4, batch_first=True), floats(5, 3), 20),
     "GRU": _case(lambda: nn.GRU(3, 4, batch_first=True), floats(5, 3), 20),
     "LSTM, sequences first": _case(
-        lambda: nn.LSTM(3, 4), floats(5, 3), 20, call=lambda layer, h: layer(h.transpose(0, 1))[0].transpose(0, 1)
+        lambda: nn.LSTM(3, 4),
+        floats(5, 3),
+        20,
+        call=lambda layer, h: layer(h.transpose(0, 1))[0].transpose(0, 1),
     ),
     "LSTM, packed": _case(Packed, tokens(padding=True), 4),
-    "MultiheadAttention": _case(lambda: nn.MultiheadAttention(4, 2, batch_first=True), floats(5, 4), 20, call=attend),
+    "MultiheadAttention": _case(
+        lambda: nn.MultiheadAttention(4, 2, batch_first=True), floats(5, 4), 20, call=attend
+    ),
     "MultiheadAttention, sequences first": _case(
-        lambda: nn.MultiheadAttention(4, 2), floats(5, 4), 20, call=lambda layer, h: attend(layer, h, first_axis=1)
+        lambda: nn.MultiheadAttention(4, 2),
+        floats(5, 4),
+        20,
+        call=lambda layer, h: attend(layer, h, first_axis=1),
     ),
     "MultiheadAttention, causal": _case(
         lambda: nn.MultiheadAttention(4, 2, batch_first=True),
@@ -266,13 +304,19 @@ CASES = {
         20,
         call=lambda layer, h: layer(h, h.flip(1)),
     ),
-    "Bilinear": _case(lambda: nn.Bilinear(4, 4, 5), floats(4), 5, call=lambda layer, h: layer(h, h.flip(1))),
+    "Bilinear": _case(
+        lambda: nn.Bilinear(4, 4, 5), floats(4), 5, call=lambda layer, h: layer(h, h.flip(1))
+    ),
     "PReLU": _case(lambda: nn.PReLU(4), floats(4, 5), 20),
-    "Dropout": _case(lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5)), floats(4), 8, random=True),
+    "Dropout": _case(
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5)), floats(4), 8, random=True
+    ),
     "weights that are tied": Case(Tied, tokens()),
     "a parameter of one's own": _case(OwnWeight, floats(4), 4),
     "weight_norm": _case(lambda: parametrizations.weight_norm(nn.Linear(4, 5)), floats(4), 5),
-    "spectral_norm": _case(lambda: parametrizations.spectral_norm(nn.Linear(4, 5)), floats(4), 5, refused=True),
+    "spectral_norm": _case(
+        lambda: parametrizations.spectral_norm(nn.Linear(4, 5)), floats(4), 5, refused=True
+    ),
     "a layer that is used twice": _case(
         lambda: nn.Linear(4, 4), floats(4), 4, call=lambda layer, h: layer(torch.tanh(layer(h)))
     ),
@@ -280,10 +324,16 @@ CASES = {
     "BertLayer": _case(lambda: BertLayer(BertConfig(**BERT)), floats(5, 8), 40),
     "GPT2Block": _case(lambda: GPT2Block(GPT2Config(**GPT2), layer_idx=0), floats(5, 8), 40),
     "GPT2Model": _case(
-        lambda: GPT2Model(GPT2Config(**GPT2)), tokens(), 48, call=lambda layer, x: layer(x, use_cache=False)
+        lambda: GPT2Model(GPT2Config(**GPT2)),
+        tokens(),
+        48,
+        call=lambda layer, x: layer(x, use_cache=False),
     ),
     "LlamaModel": _case(
-        lambda: LlamaModel(LlamaConfig(**LLAMA)), tokens(), 48, call=lambda m, x: m(x, use_cache=False)
+        lambda: LlamaModel(LlamaConfig(**LLAMA)),
+        tokens(),
+        48,
+        call=lambda m, x: m(x, use_cache=False),
     ),
     "T5LayerSelfAttention": _case(
         lambda: T5LayerSelfAttention(T5Config(**T5), has_relative_attention_bias=True, layer_idx=0),
@@ -296,13 +346,16 @@ CASES = {
 
 
 def design(settings, modes):
-    """(layer, mode, settings): for each layer and mode one of as few settings of a product {name: values} as hold each
-    pair of two of them, all in turn."""
+    """(layer, mode, settings): for each layer and mode one of as few settings of a product {name:
+    values} as hold each pair of two of them, all in turn.
+    """
     product = list(itertools.product(*settings.values()))
     left = {pair for each in product for pair in itertools.combinations(enumerate(each), 2)}
     chosen = []
     while left:
-        best = max(product, key=lambda each: len(left & set(itertools.combinations(enumerate(each), 2))))
+        best = max(
+            product, key=lambda each: len(left & set(itertools.combinations(enumerate(each), 2)))
+        )
         chosen.append(best)
         left -= set(itertools.combinations(enumerate(best), 2))
     pairs = itertools.product(CASES, modes)

@@ -1,18 +1,20 @@
 """Deliberate faults: the short run of the tests must catch every one.
 
-Each fault replaces one exact text in one file of the package, such as a noise of half the size or a direction of a
-divergence that is forgotten, and names the tests that must then fail.  `python -m tests.mutations` (part of
-`make prove`) first runs these tests without a fault; then it applies each fault to a copy of the package in a
-temporary folder, runs the named tests against that copy, and says for each fault whether it was caught, by which test
-and in how much processor time.  The exit status is 1 unless every fault is caught.
+Each fault replaces one exact text in one file of the package, such as a noise of half the size or a
+direction of a divergence that is forgotten, and names the tests that must then fail. `python -m
+tests.mutations` (part of `make prove`) first runs these tests without a fault; then it applies each
+fault to a copy of the package in a temporary folder, runs the named tests against that copy, and
+says for each fault whether it was caught, by which test and in how much processor time. The exit
+status is 1 unless every fault is caught.
 
     python -m tests.mutations --jobs 2
     python -m tests.mutations --only noise      # faults whose names contain a text
 
-Change a line that a fault replaces, and `tests/test_mutations.py` asks for the fault to be written again.
+Change a line that a fault replaces, and `tests/test_mutations.py` asks for the fault to be written
+again.
 
-What takes most of the time is to import PyTorch and its like: one process does it and is forked for each fault, before
-it has imported anything of the package.
+What takes most of the time is to import PyTorch and its like: one process does it and is forked for
+each fault, before it has imported anything of the package.
 """
 
 import argparse
@@ -63,7 +65,9 @@ class Fault:
     def apply(self, package):
         """Write the faulty text into a copy of the package."""
         path = package / self.file
-        path.write_text(path.read_text(encoding="utf-8").replace(self.text, self.faulty), encoding="utf-8")
+        path.write_text(
+            path.read_text(encoding="utf-8").replace(self.text, self.faulty), encoding="utf-8"
+        )
 
 
 def fault(name, file, text, faulty, *tests):
@@ -111,7 +115,8 @@ FAULTS = (
         "epsilon by RDP is composed for one step less",
         "accounting/runs.py",
         "epsilon, order = (float(value) for value in rdp_to_epsilon(rdp, orders, delta))",
-        "epsilon, order = (float(value) for value in rdp_to_epsilon(rdp * (1 - 1 / steps), orders, delta))",
+        "epsilon, order = (float(value) for value in rdp_to_epsilon(rdp * (1 - 1 / steps), orders, "
+        "delta))",
         "accounting/test_pld.py::test_the_reference_point",
     ),
     fault(
@@ -211,14 +216,17 @@ FAULTS = (
     fault(
         "sample and scale: clip norms rise with the noise",
         "idp/parameters.py",
-        "return ScaleParameters(pooled, noises[groups.which], (max_grad_norm * pooled / noises)[groups.which])",
-        "return ScaleParameters(pooled, noises[groups.which], (max_grad_norm * noises / pooled)[groups.which])",
+        "return ScaleParameters(pooled, noises[groups.which], (max_grad_norm * pooled / "
+        "noises)[groups.which])",
+        "return ScaleParameters(pooled, noises[groups.which], (max_grad_norm * noises / "
+        "pooled)[groups.which])",
         "test_idp.py::test_scale_spends_each_budget_and_keeps_the_mean_clip_norm",
     ),
     fault(
         "many budgets are rounded up",
         "idp/groups.py",
-        "torch.minimum(first * torch.exp(_APART * torch.floor(torch.log(budgets / first) / _APART)), budgets)",
+        "torch.minimum(first * torch.exp(_APART * torch.floor(torch.log(budgets / first) / "
+        "_APART)), budgets)",
         "first * torch.exp(_APART * torch.ceil(torch.log(budgets / first) / _APART))",
         "test_idp.py::test_a_million_budgets_are_rounded_down_to_few",
     ),
@@ -235,7 +243,8 @@ FAULTS = (
         "the engine clips without regard to the bias",
         "engine/optimizers.py",
         "for g in samples]\n        norms = added_up(squares).sqrt()",
-        "for g in samples]\n        norms = added_up([s for s, g in zip(squares, samples) if g.ndim > 2]).sqrt()",
+        "for g in samples]\n        norms = added_up([s for s, g in zip(squares, samples) if "
+        "g.ndim > 2]).sqrt()",
         "engine/test_private.py::test_every_gradient_is_clipped_to_its_own_norm_and_the_sum_is_divided_by_a_public_number",
     ),
     fault(
@@ -284,8 +293,10 @@ FAULTS = (
     fault(
         "noise has half its standard deviation",
         "mechanism/noise.py",
-        "noise = torch.randn(shape, dtype=torch.float64, generator=generator, device=generator.device)",
-        "noise = 0.5 * torch.randn(shape, dtype=torch.float64, generator=generator, device=generator.device)",
+        "noise = torch.randn(shape, dtype=torch.float64, generator=generator, "
+        "device=generator.device)",
+        "noise = 0.5 * torch.randn(shape, dtype=torch.float64, generator=generator, "
+        "device=generator.device)",
         "mechanism/test_sampling.py::test_noise_has_the_promised_distribution",
     ),
     fault(
@@ -299,7 +310,8 @@ FAULTS = (
         "batches have a fixed size",
         "mechanism/sampling.py",
         "return self._uniforms(count, self.n) < self.sample_rate",
-        "return self._uniforms(count, self.n).argsort(1).argsort(1) < (self.n * self.sample_rate).round()",
+        "return self._uniforms(count, self.n).argsort(1).argsort(1) < (self.n * "
+        "self.sample_rate).round()",
         "mechanism/test_sampling.py::test_examples_and_steps_are_independent_so_that_batch_sizes_are_binomial",
     ),
     fault(
@@ -479,10 +491,16 @@ FAULTS = (
 
 
 class Attempt:
-    """The named tests in a process of their own, against a copy of the package with a fault, or with None."""
+    """The named tests in a process of their own, against a copy of the package with a fault, or
+    with None.
+    """
 
     def __init__(self, fault, tests):
-        self.fault, self.tests, self._folder = fault, tests, tempfile.TemporaryDirectory(prefix="mutation-")
+        self.fault, self.tests, self._folder = (
+            fault,
+            tests,
+            tempfile.TemporaryDirectory(prefix="mutation-"),
+        )
         self.folder = Path(self._folder.name)
         for path in ROOT.iterdir():
             if path.name != "dpcompanion" and not path.name.startswith((".venv", ".git", "_build")):
@@ -508,7 +526,10 @@ class Attempt:
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "HYPOTHESIS_PROFILE": "unshrunk",
             }
-            sys.path[:] = [str(self.folder), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
+            sys.path[:] = [
+                str(self.folder),
+                *(path for path in sys.path if Path(path or ".").resolve() != ROOT),
+            ]
             sys.dont_write_bytecode = True
             sys.modules.pop("tests", None)
             import pytest
@@ -516,7 +537,16 @@ class Attempt:
             import dpcompanion
 
             assert Path(dpcompanion.__file__).is_relative_to(self.folder), dpcompanion.__file__
-            options = ["-x", "-m", "not slow", "--tb=no", "-rfE", "-p", "no:cacheprovider", f"--rootdir={self.folder}"]
+            options = [
+                "-x",
+                "-m",
+                "not slow",
+                "--tb=no",
+                "-rfE",
+                "-p",
+                "no:cacheprovider",
+                f"--rootdir={self.folder}",
+            ]
             status = int(pytest.main([*options, *dict.fromkeys(self.tests)]))
         except BaseException:
             traceback.print_exc()
@@ -532,7 +562,11 @@ class Attempt:
         code, seconds = os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
         failed = re.findall(r"^(?:FAILED|ERROR) (?:tests/)?(.*?)(?: - .*)?$", said, re.MULTILINE)
         if self.fault is None:
-            return code == 0, f"pytest ended with {code}\n{said[-2000:]}" if code else "all pass", seconds
+            return (
+                code == 0,
+                f"pytest ended with {code}\n{said[-2000:]}" if code else "all pass",
+                seconds,
+            )
         if code == 1 and failed:
             return True, f"caught by {failed[0]}", seconds
         if code == 0:
@@ -558,13 +592,18 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutations", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="faults tried at a time")
+    parser.add_argument(
+        "--jobs", type=int, default=min(2, os.cpu_count() or 1), help="faults tried at a time"
+    )
     parser.add_argument("--only", default="", help="faults whose names contain this text")
     options = parser.parse_args(arguments)
     faults = [fault for fault in FAULTS if options.only in fault.name]
     lost = [fault for fault in faults if fault.found() != 1]
     for fault in lost:
-        print(f"{fault.name}: its text stands {fault.found()} times in {fault.file}, not once: write it again")
+        print(
+            f"{fault.name}: its text stands {fault.found()} times in {fault.file}, not once: write "
+            "it again"
+        )
     if lost or not faults:
         return 1
     os.environ["OMP_NUM_THREADS"] = "1"  # no threads before a fork
@@ -580,7 +619,9 @@ def main(arguments=None):
     for fault, caught, words, seconds in attempts(faults, max(1, options.jobs)):
         print(f"{fault.name}: {words} ({seconds:.1f} s)", flush=True)
         missed, total = missed + (not caught), total + seconds
-    print(f"{len(faults) - missed} of {len(faults)} faults caught, in {total:.0f} s of processor time")
+    print(
+        f"{len(faults) - missed} of {len(faults)} faults caught, in {total:.0f} s of processor time"
+    )
     return int(missed > 0)
 
 

@@ -6,7 +6,8 @@ import pytest
 
 
 def refuses(call, good, **bad):
-    """Check that `call(**good)` refuses each of the `bad` values of an argument by a ValueError that names it.
+    """Check that `call(**good)` refuses each of the `bad` values of an argument by a ValueError
+    that names it.
 
     Args:
         call: What is called with keyword arguments alone.
@@ -18,7 +19,9 @@ def refuses(call, good, **bad):
             try:
                 call(**{**good, name: value})
             except ValueError as error:
-                assert re.search(rf"\b{name}\b", str(error)), f"{name}={value!r} is refused by: {error}"
+                assert re.search(rf"\b{name}\b", str(error)), (
+                    f"{name}={value!r} is refused by: {error}"
+                )
             else:
                 pytest.fail(f"{name}={value!r} was accepted")
 

@@ -29,7 +29,9 @@ def directives():
     found = {}
     for page in sorted((ROOT / "book" / "api").glob("*.md")):
         for name, options in re.findall(
-            r"^\.\. automodule:: (\S+)\n((?:   .*\n)*)", page.read_text(encoding="utf-8"), re.MULTILINE
+            r"^\.\. automodule:: (\S+)\n((?:   .*\n)*)",
+            page.read_text(encoding="utf-8"),
+            re.MULTILINE,
         ):
             assert name not in found, f"{name} stands on two pages, or twice on {page.name}"
             found[name] = options
@@ -37,10 +39,20 @@ def directives():
 
 
 def public(module):
-    """The functions and classes that a module or package offers: those of `__all__` if it has one, else its own."""
+    """The functions and classes that a module or package offers: those of `__all__` if it has one,
+    else its own.
+    """
     found = importlib.import_module(module)
-    values = {name: getattr(found, name) for name in getattr(found, "__all__", vars(found)) if not name.startswith("_")}
-    chosen = {name: value for name, value in values.items() if inspect.isfunction(value) or inspect.isclass(value)}
+    values = {
+        name: getattr(found, name)
+        for name in getattr(found, "__all__", vars(found))
+        if not name.startswith("_")
+    }
+    chosen = {
+        name: value
+        for name, value in values.items()
+        if inspect.isfunction(value) or inspect.isclass(value)
+    }
     if hasattr(found, "__all__"):
         return chosen
     return {name: value for name, value in chosen.items() if value.__module__ == module}
@@ -51,11 +63,17 @@ def listed():
     found = set()
     for module, options in directives().items():
         if ":members:" in options:
-            excluded = re.findall(r"\w+", (re.search(r":exclude-members:(.*)", options) or ["", ""])[1])
-            found |= {identity(value) for name, value in public(module).items() if name not in excluded}
+            excluded = re.findall(
+                r"\w+", (re.search(r":exclude-members:(.*)", options) or ["", ""])[1]
+            )
+            found |= {
+                identity(value) for name, value in public(module).items() if name not in excluded
+            }
     for page in (ROOT / "book" / "api").glob("*.md"):
         for module, name in re.findall(
-            r"^\.\. auto(?:class|function):: ([\w.]+)\.(\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE
+            r"^\.\. auto(?:class|function):: ([\w.]+)\.(\w+)$",
+            page.read_text(encoding="utf-8"),
+            re.MULTILINE,
         ):
             found.add(identity(getattr(importlib.import_module(module), name)))
     return found
@@ -84,7 +102,9 @@ def test_what_a_package_offers_has_an_example(module):
         methods = vars(value).values() if inspect.isclass(value) else ()
         texts = [value.__doc__, *(one.__doc__ for one in methods if inspect.isfunction(one))]
         around = importlib.import_module(value.__module__).__doc__
-        assert any(">>>" in (text or "") for text in texts) or (name in around and ">>>" in around), f"{module}.{name}"
+        assert any(">>>" in (text or "") for text in texts) or (
+            name in around and ">>>" in around
+        ), f"{module}.{name}"
 
 
 def test_every_module_of_the_papers_is_on_a_page_of_the_reference():

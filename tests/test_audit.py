@@ -1,4 +1,6 @@
-"""One-run audits: bounds that hold as often as they say, are no toys, and find a trainer that is broken."""
+"""One-run audits: bounds that hold as often as they say, are no toys, and find a trainer that is
+broken.
+"""
 
 import math
 
@@ -22,7 +24,9 @@ class Line:
         self.grown, self.delta = math.exp(epsilon), delta
 
     def inverse(self, inside):
-        return max(0.0, (inside - self.delta) / self.grown, 1 - self.delta - self.grown * (1 - inside))
+        return max(
+            0.0, (inside - self.delta) / self.grown, 1 - self.delta - self.grown * (1 - inside)
+        )
 
 
 def share_refuted(refuted, law):
@@ -33,7 +37,10 @@ def share_refuted(refuted, law):
 @pytest.mark.parametrize("epsilon, trials", [(0.0, 60), (0.5, 60), (2.0, 60), (4.0, 150)])
 def test_randomised_response_is_refuted_as_rarely_as_is_said_and_nearly_found(epsilon, trials):
     law = stats.binom.pmf(np.arange(trials + 1), trials, 1 / (1 + math.exp(-epsilon)))
-    assert share_refuted(lambda v: audit.one_run_epsilon(v, trials, trials, delta=0) > epsilon, law) <= 0.05
+    assert (
+        share_refuted(lambda v: audit.one_run_epsilon(v, trials, trials, delta=0) > epsilon, law)
+        <= 0.05
+    )
     assert share_refuted(lambda v: audit.refutes(Line(epsilon), v, trials, trials), law) <= 0.05
     typical = 40 * trials / (1 + math.exp(-epsilon))
     found = audit.one_run_epsilon(int(typical), 40 * trials, 40 * trials, delta=0)
@@ -44,15 +51,24 @@ def test_randomised_response_is_refuted_as_rarely_as_is_said_and_nearly_found(ep
 def test_gaussian_noise_is_refuted_as_rarely_as_is_said(mu):
     trials = 80
     law = stats.binom.pmf(np.arange(trials + 1), trials, stats.norm.cdf(mu / 2))
-    assert share_refuted(lambda v: audit.refutes(audit.GaussianCurve(mu), v, trials, trials), law) <= 0.05
+    assert (
+        share_refuted(lambda v: audit.refutes(audit.GaussianCurve(mu), v, trials, trials), law)
+        <= 0.05
+    )
     delta = 1e-3
     epsilon = float(gaussian_epsilon(mu, delta))
-    assert share_refuted(lambda v: audit.one_run_epsilon(v, trials, trials, delta=delta) > epsilon, law) <= 0.05
+    assert (
+        share_refuted(
+            lambda v: audit.one_run_epsilon(v, trials, trials, delta=delta) > epsilon, law
+        )
+        <= 0.05
+    )
 
 
 @pytest.mark.parametrize("delta", [0.04, 0.06, 0.2])
 def test_a_mechanism_that_reveals_all_with_probability_delta_is_rarely_refuted(delta):
-    # (0, delta): all coins with probability delta, else nothing. Of 30 guesses all are right with that probability.
+    # (0, delta): all coins with probability delta, else nothing. Of 30 guesses all are right with
+    # that probability.
     trials = 30
     law = (1 - delta) * stats.binom.pmf(np.arange(trials + 1), trials, 0.5)
     law[-1] += delta
@@ -69,7 +85,10 @@ def test_extreme_scores_of_gaussian_noise_stay_below_the_truth_and_are_no_toy():
     generator, mu, above, values = torch.Generator().manual_seed(0), 2.0, 0, []
     for _ in range(40):
         found = audit.audit(
-            lambda included: mu * included + torch.randn(600, generator=generator), 600, delta=1e-4, generator=generator
+            lambda included: mu * included + torch.randn(600, generator=generator),
+            600,
+            delta=1e-4,
+            generator=generator,
         )["all"]
         above += found.mu > mu or found.epsilon > float(gaussian_epsilon(mu, 1e-4))
         values.append(found.mu)
@@ -80,7 +99,10 @@ def test_extreme_scores_of_gaussian_noise_stay_below_the_truth_and_are_no_toy():
 def test_uninformative_scores_give_a_small_epsilon_and_perfect_ones_a_large_epsilon():
     included = audit.random_inclusion(1000, torch.Generator().manual_seed(0))
     noise = torch.rand(1000, generator=torch.Generator().manual_seed(1))
-    nothing, all_ = (audit.audit_scores(scores, included, delta=1e-5)["all"] for scores in (noise, included + noise))
+    nothing, all_ = (
+        audit.audit_scores(scores, included, delta=1e-5)["all"]
+        for scores in (noise, included + noise)
+    )
     assert nothing.epsilon < 0.2 and all_.epsilon > 4 and nothing.refuted is None
 
 
@@ -89,21 +111,28 @@ def test_ties_give_no_evidence_wherever_members_are_listed(members_first):
     included = (torch.arange(1000) < 500) == members_first
     rightly = torch.rand(1000, generator=torch.Generator().manual_seed(0)) < 0.95
     for scores in (torch.zeros(1000), rightly.double(), -rightly.double()):
-        found = audit.audit_scores(scores, included, delta=1e-5, claims={"all": audit.GaussianCurve(0.5)})["all"]
+        found = audit.audit_scores(
+            scores, included, delta=1e-5, claims={"all": audit.GaussianCurve(0.5)}
+        )["all"]
         assert found.epsilon < 0.3 and not found.refuted
 
 
 def test_the_better_of_two_attacks_counts():
     included = audit.random_inclusion(1000, torch.Generator().manual_seed(0))
     noise = torch.rand(2, 1000, generator=torch.Generator().manual_seed(1))
-    found = audit.audit_scores(noise + torch.stack([0.0 * included, 1.0 * included]), included, delta=1e-5)["all"]
+    found = audit.audit_scores(
+        noise + torch.stack([0.0 * included, 1.0 * included]), included, delta=1e-5
+    )["all"]
     assert found.epsilon > 3.5 and found.correct == found.guesses
 
 
 @pytest.fixture
 def fitted(monkeypatch):
-    """What the audit of a training does for each draw of coins: trains, and scores by each attack."""
-    monkeypatch.setattr(audit.trained, "PlanCurve", lambda *arguments: None)  # what the plan promises
+    """What the audit of a training does for each draw of coins: trains, and scores by each
+    attack.
+    """
+    # what the plan promises
+    monkeypatch.setattr(audit.trained, "PlanCurve", lambda *arguments: None)
     monkeypatch.setattr(audit.trained, "audit", lambda fit, *arguments, **options: fit)
     return audit.audit_training
 
@@ -128,7 +157,10 @@ def test_attacking_all_canaries_together_separates_those_that_overlap(fitted):
 
 
 def test_groups_have_bounds_of_their_own():
-    included, groups = audit.random_inclusion(2000, torch.Generator().manual_seed(0)), np.arange(2000) % 2
+    included, groups = (
+        audit.random_inclusion(2000, torch.Generator().manual_seed(0)),
+        np.arange(2000) % 2,
+    )
     noise = torch.randn(2000, generator=torch.Generator().manual_seed(1))
     found = audit.audit_scores(
         included * torch.as_tensor(4.0 * groups) + noise,
@@ -138,12 +170,20 @@ def test_groups_have_bounds_of_their_own():
         claims={0: audit.GaussianCurve(0.1), 1: audit.GaussianCurve(0.1)},
     )
     assert list(found) == ["all", 0, 1] and found[0].canaries == found[1].canaries == 1000
-    assert found[0].epsilon < 0.3 < 2 < found[1].epsilon and (found[0].refuted, found[1].refuted) == (False, True)
+    assert found[0].epsilon < 0.3 < 2 < found[1].epsilon and (
+        found[0].refuted,
+        found[1].refuted,
+    ) == (False, True)
 
 
 def plan(n, **changes):
     return DPSGDPlan(
-        **{**dict(n=n, sample_rate=0.3, steps=15, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-5), **changes}
+        **{
+            **dict(
+                n=n, sample_rate=0.3, steps=15, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-5
+            ),
+            **changes,
+        }
     )
 
 
@@ -159,11 +199,15 @@ def test_the_claim_of_a_plan_is_all_its_pairs_of_epsilon_and_delta():
         ours = np.array([curve.inverse(v) for v in values])
         assert (ours >= line - 1e-3).all()
     several = plan(4, sample_rate=[0.1, 0.1, 0.3, 0.3], max_grad_norm=[1.0, 1.0, 1.0, 1.0])
-    assert audit.PlanCurve(several, torch.tensor([0, 1])).inverse(0.5) > audit.PlanCurve(several).inverse(0.5)
+    assert audit.PlanCurve(several, torch.tensor([0, 1])).inverse(0.5) > audit.PlanCurve(
+        several
+    ).inverse(0.5)
 
 
 def orthogonal(n, claimed=None):
-    """An audit of a model in which each example's gradient, five times the clip norm, has a weight of its own."""
+    """An audit of a model in which each example's gradient, five times the clip norm, has a weight
+    of its own.
+    """
     model = torch.nn.Linear(n, 1, bias=False).double()
     data = torch.eye(n).double(), torch.zeros(n)
     return audit.audit_training(
@@ -211,7 +255,11 @@ def test_a_canary_that_is_out_takes_no_part(fitted):
     )
     scores = fit(included)[0]
     moved = model.weight.detach()[0] != 0
-    assert not moved[canaries[~included]].any() and moved[canaries[included]].all() and moved[1::2].all()
+    assert (
+        not moved[canaries[~included]].any()
+        and moved[canaries[included]].all()
+        and moved[1::2].all()
+    )
     assert scores[included].min() > scores[~included].max()
 
 
@@ -243,7 +291,9 @@ def test_bad_input_is_refused():
     refuses(audit.one_run_mu, counts, confidence=[1])
     scores = dict(scores=[1.0, 2.0], included=torch.tensor([True, False]), delta=0)
     labels = [[1], ["a", "all"], [1.0, math.nan]]
-    refuses(audit.audit_scores, scores, scores=[[1.0, math.nan]], included=[[0.5, 1]], groups=labels)
+    refuses(
+        audit.audit_scores, scores, scores=[[1.0, math.nan]], included=[[0.5, 1]], groups=labels
+    )
     refuses(audit.random_inclusion, {}, canaries=[0])
     run = dict(model=None, loss=None, data=None, plan=plan(5), optimizer=None)
     refuses(audit.audit_training, run, canaries=[[1, 1]])
@@ -254,7 +304,9 @@ def test_bad_input_is_refused():
 def test_a_claim_that_cannot_be_held_against_anything_is_refused():
     included = audit.random_inclusion(300, torch.Generator().manual_seed(0))
     scores = included.double()
-    assert audit.audit_scores(scores, included, delta=1e-5, claims={"all": audit.GaussianCurve(0.1)})["all"].refuted
+    assert audit.audit_scores(
+        scores, included, delta=1e-5, claims={"all": audit.GaussianCurve(0.1)}
+    )["all"].refuted
     for claims in ({"everyone": audit.GaussianCurve(0.1)}, {"all": 0.1}, {"all": None}):
         refused("claims", audit.audit_scores, scores, included, delta=1e-5, claims=claims)
     for mu in (math.nan, -1.0, math.inf):
@@ -262,7 +314,9 @@ def test_a_claim_that_cannot_be_held_against_anything_is_refused():
 
 
 def test_the_claim_of_a_plan_with_next_to_no_noise_is_made_without_loss_distributions():
-    plan = DPSGDPlan(n=40, sample_rate=0.3, steps=15, max_grad_norm=1.0, noise_multiplier=1e-3, delta=1e-5)
+    plan = DPSGDPlan(
+        n=40, sample_rate=0.3, steps=15, max_grad_norm=1.0, noise_multiplier=1e-3, delta=1e-5
+    )
     claim = audit.PlanCurve(plan)
     # Whoever is drawn at all shows: in vain is only what happens where somebody is never drawn.
     never = 0.7**15
@@ -270,10 +324,19 @@ def test_the_claim_of_a_plan_with_next_to_no_noise_is_made_without_loss_distribu
     assert claim.deltas.min() == pytest.approx(1 - never, rel=1e-6)
 
 
-@pytest.mark.parametrize("rate, noise, steps", [(0.01, 0.05, 1000), (0.1, 0.2, 10_000), (0.1, 0.07, 100)])
+@pytest.mark.parametrize(
+    "rate, noise, steps", [(0.01, 0.05, 1000), (0.1, 0.2, 10_000), (0.1, 0.07, 100)]
+)
 def test_the_claim_of_a_plan_that_no_grid_resolves_is_made_without_one(rate, noise, steps):
     claim = audit.PlanCurve(
-        DPSGDPlan(n=40, sample_rate=rate, steps=steps, max_grad_norm=1.0, noise_multiplier=noise, delta=1e-5)
+        DPSGDPlan(
+            n=40,
+            sample_rate=rate,
+            steps=steps,
+            max_grad_norm=1.0,
+            noise_multiplier=noise,
+            delta=1e-5,
+        )
     )
     truth = compute_delta(sample_rate=rate, noise_multiplier=noise, steps=steps, epsilon=3.0)
     assert truth * (1 - 1e-9) <= claim.deltas[30] <= 1
@@ -282,7 +345,14 @@ def test_the_claim_of_a_plan_that_no_grid_resolves_is_made_without_one(rate, noi
 @pytest.mark.parametrize("rate, noise, steps", [(0.01, 1e4, 1000), (0.5, 1e3, 10_000)])
 def test_the_claim_of_a_plan_with_much_noise_is_nearly_that_of_the_account(rate, noise, steps):
     claim = audit.PlanCurve(
-        DPSGDPlan(n=40, sample_rate=rate, steps=steps, max_grad_norm=1.0, noise_multiplier=noise, delta=1e-5)
+        DPSGDPlan(
+            n=40,
+            sample_rate=rate,
+            steps=steps,
+            max_grad_norm=1.0,
+            noise_multiplier=noise,
+            delta=1e-5,
+        )
     )
     truth = compute_delta(sample_rate=rate, noise_multiplier=noise, steps=steps, epsilon=0.0)
     assert truth * (1 - 1e-9) <= claim.deltas[0] <= 1.1 * truth + 1e-6
@@ -291,7 +361,9 @@ def test_the_claim_of_a_plan_with_much_noise_is_nearly_that_of_the_account(rate,
 @pytest.mark.parametrize("groups", [[1, "a", 2, "b"], torch.zeros(4, 2)])
 def test_labels_that_are_none_are_refused(groups):
     with pytest.raises(ValueError, match="groups"):
-        audit.audit_scores(torch.arange(4.0), torch.tensor([True, False, True, False]), delta=1e-5, groups=groups)
+        audit.audit_scores(
+            torch.arange(4.0), torch.tensor([True, False, True, False]), delta=1e-5, groups=groups
+        )
 
 
 class Text(torch.nn.Module):
@@ -310,7 +382,9 @@ def test_texts_are_audited_with_crafted_canaries_of_their_own_words(sparse):
     made = audit.make_canaries(ids, y, 10, generator=generator)
     assert made.x.dtype == ids.dtype and set(made.x.unique().tolist()) <= set(ids.unique().tolist())
     data = torch.cat([ids, made.x]), torch.cat([y, made.y])
-    plan = DPSGDPlan(n=40, sample_rate=1.0, steps=4, max_grad_norm=1.0, noise_multiplier=1e-3, delta=1e-5)
+    plan = DPSGDPlan(
+        n=40, sample_rate=1.0, steps=4, max_grad_norm=1.0, noise_multiplier=1e-3, delta=1e-5
+    )
     model = Text(sparse)
     found = audit.audit_training(
         model,

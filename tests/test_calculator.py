@@ -1,4 +1,6 @@
-"""The calculator's script against the library, by node, and its page under a keyboard, in a headless Chromium."""
+"""The calculator's script against the library, by node, and its page under a keyboard, in a
+headless Chromium.
+"""
 
 import json
 import math
@@ -44,7 +46,8 @@ RUNS = [  # sample rate, noise multiplier, steps, delta
 ]
 
 
-# What the page admits at its ends: epsilons of millions and of millionths, full batches, a delta of 1e-9.
+# What the page admits at its ends: epsilons of millions and of millionths, full batches, a delta of
+# 1e-9.
 ENDS = [
     (1.0, 0.3, 1_000_000, 1e-5),
     (0.5, 0.3, 20_000, 1e-5),
@@ -64,7 +67,12 @@ def inputs(generator):
         return math.exp(generator.uniform(math.log(low), math.log(high)))
 
     rate = 1.0 if generator.random() < 0.03 else logarithmic(1e-5, 1)
-    return rate, logarithmic(0.3, 100) / generator.uniform(0.02, 1), round(logarithmic(1, 1e6)), logarithmic(1e-9, 1e-2)
+    return (
+        rate,
+        logarithmic(0.3, 100) / generator.uniform(0.02, 1),
+        round(logarithmic(1, 1e6)),
+        logarithmic(1e-9, 1e-2),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +101,9 @@ def test_no_epsilon_is_below_the_librarys_anywhere_on_the_page(run_script):
     generator = random.Random(0)
     runs = ENDS + [inputs(generator) for _ in range(6)]
     both = "[accountant.epsilonByRenyi(...run), accountant.epsilonByLosses(...run)]"
-    for (rate, noise, steps, delta), answer in zip(runs, run_script(f"{json.dumps(runs)}.map(run => {both})")):
+    for (rate, noise, steps, delta), answer in zip(
+        runs, run_script(f"{json.dumps(runs)}.map(run => {both})")
+    ):
         by_renyi, by_losses = answer[0], answer[1]["epsilon"]
         assert by_renyi is not None and by_losses is not None, "JSON has no NaN and no infinity"
         exact = compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=delta)
@@ -122,7 +132,9 @@ def check_filter(run, answer):
     if "reason" in answer:
         return False
     assert len(answer["promises"]) == answer["blocks"] + 1 and answer["promises"][0] == 0
-    assert norm <= answer["level"] == min(level for level in (0.25, 0.5, 0.75, 1.0) if norm <= level)
+    assert (
+        norm <= answer["level"] == min(level for level in (0.25, 0.5, 0.75, 1.0) if norm <= level)
+    )
     for i in promises_of(answer):
         game, epsilon = game_of(run, answer, i), answer["promises"][i]
         assert adaptive_delta(**game, epsilon=epsilon) <= delta, (run, i)
@@ -144,7 +156,9 @@ def test_exact_filters_are_bounds_within_the_error_that_is_shown(run_script):
 def test_no_exact_filter_is_below_the_librarys_on_random_inputs(run_script):
     generator = random.Random(1)
     runs = [filter_inputs(generator) for _ in range(8)]
-    answers = run_script(f"{json.dumps(runs)}.map(run => exactFilter.finished(exactFilter.promised(...run)))")
+    answers = run_script(
+        f"{json.dumps(runs)}.map(run => exactFilter.finished(exactFilter.promised(...run)))"
+    )
     small = [(run, answer) for run, answer in zip(runs, answers) if answer.get("budget", 0) <= 300]
     assert sum(check_filter(run, answer) for run, answer in small) >= 2
 
@@ -185,18 +199,24 @@ def test_a_coarser_grid_gives_a_larger_bound(run_script):
     for run in (RUNS[0], RUNS[1], RUNS[8]):
         call = f"grid => accountant.epsilonByLosses(...{json.dumps(run)}, grid)"
         fine, coarse = run_script(f"[undefined, 1 << 13].map({call})")
-        assert fine["epsilon"] <= coarse["epsilon"] * (1 + 1e-9) and coarse["epsilon"] <= 1.02 * fine["epsilon"]
+        assert (
+            fine["epsilon"] <= coarse["epsilon"] * (1 + 1e-9)
+            and coarse["epsilon"] <= 1.02 * fine["epsilon"]
+        )
 
 
 @pytest.mark.parametrize("run", [RUNS[1], RUNS[8]], ids=str)
-def test_no_delta_of_a_profile_is_below_the_librarys_and_the_attacker_is_near_the_best(run_script, run):
+def test_no_delta_of_a_profile_is_below_the_librarys_and_the_attacker_is_near_the_best(
+    run_script, run
+):
     rate, noise, steps, _ = run
     call = f"({rate}, {noise}, {steps})"
     profile = run_script(f"accountant.profileOf{call}")[::50]
     rates = [1e-4, 1e-2, 0.3]
     found = run_script(f"{rates}.map(accountant.attackerOf{call})")
     deltas = [
-        compute_delta(sample_rate=rate, noise_multiplier=noise, steps=steps, epsilon=epsilon) for epsilon, _ in profile
+        compute_delta(sample_rate=rate, noise_multiplier=noise, steps=steps, epsilon=epsilon)
+        for epsilon, _ in profile
     ]
     assert all(exact <= delta for exact, (_, delta) in zip(deltas, profile))
     for false, true in zip(rates, found):
@@ -207,12 +227,18 @@ def test_no_delta_of_a_profile_is_below_the_librarys_and_the_attacker_is_near_th
         assert false < true <= 1.01 * exact
 
 
-@pytest.mark.parametrize("run", [(0.46, 1.009, 17_353), (0.0902, 4.8213, 128_203), (0.0454, 2.51, 58_546)], ids=str)
+@pytest.mark.parametrize(
+    "run", [(0.46, 1.009, 17_353), (0.0902, 4.8213, 128_203), (0.0454, 2.51, 58_546)], ids=str
+)
 def test_where_nearly_all_is_lost_a_profile_is_not_below_the_librarys_either(run_script, run):
-    """Far from where its grids are accurate, where rounding in the transform is large beside what is read."""
+    """Far from where its grids are accurate, where rounding in the transform is large beside what
+    is read.
+    """
     for epsilon, delta in run_script(f"accountant.profileOf(...{json.dumps(run)})")[:80:20]:
         rate, noise, steps = run
-        exact = compute_delta(sample_rate=rate, noise_multiplier=noise, steps=steps, epsilon=epsilon)
+        exact = compute_delta(
+            sample_rate=rate, noise_multiplier=noise, steps=steps, epsilon=epsilon
+        )
         assert exact <= delta
 
 
@@ -225,9 +251,13 @@ def test_against_full_batches_the_attacker_is_neyman_and_pearsons(run_script):
             assert exact <= true <= 1.02 * exact
 
 
-def test_the_attacker_finds_nothing_beyond_delta_for_nothing_and_everything_for_everything(run_script):
+def test_the_attacker_finds_nothing_beyond_delta_for_nothing_and_everything_for_everything(
+    run_script,
+):
     for rate, noise, steps, _ in ENDS:
-        none, some, all_ = run_script(f"[0, 0.01, 1].map(accountant.attackerOf({rate}, {noise}, {steps}))")
+        none, some, all_ = run_script(
+            f"[0, 0.01, 1].map(accountant.attackerOf({rate}, {noise}, {steps}))"
+        )
         assert 0 <= none <= some <= all_ == 1 and some >= 0.01
 
 
@@ -251,14 +281,18 @@ def test_the_tail_of_the_normal_distribution_keeps_its_relative_accuracy(run_scr
 @pytest.mark.slow
 def test_the_page_answers_to_the_keyboard_and_refuses_what_is_out_of_range(page):
     (body,) = re.findall(
-        r"```\{raw\} html\n(.*?)```", (ROOT / "book" / "calculator.md").read_text(encoding="utf-8"), re.DOTALL
+        r"```\{raw\} html\n(.*?)```",
+        (ROOT / "book" / "calculator.md").read_text(encoding="utf-8"),
+        re.DOTALL,
     )
     body = re.sub(r"<script src=.*?</script>", "", body)
     page.set_content(f"<!DOCTYPE html><html lang=en><body>{body}</body></html>")
     for script in ("accountant.js", "planner.js", "filter.js", "chart.js", "calculator.js"):
         page.add_script_tag(path=STATIC / script)
     controls = page.locator("input").all()
-    assert len(controls) == 13 and all(control.evaluate("c => c.labels.length || c.ariaLabel") for control in controls)
+    assert len(controls) == 13 and all(
+        control.evaluate("c => c.labels.length || c.ariaLabel") for control in controls
+    )
     said = page.locator("#calculator-said")
     assert said.get_attribute("aria-live") == "polite" and "at most 0.916" in said.text_content()
     page.focus("[name=norm-slider]")
@@ -270,17 +304,25 @@ def test_the_page_answers_to_the_keyboard_and_refuses_what_is_out_of_range(page)
     page.wait_for_function("Number(document.getElementById('all-rdp').textContent) > 2")
     exact = compute_epsilon(sample_rate=0.00853, noise_multiplier=1.0, steps=9375, delta=1e-5)
     assert exact <= float(page.text_content("#all-pld")) <= 1.01 * exact
-    page.wait_for_function("document.getElementById('calculator-pictures').ariaBusy === 'false'", timeout=120_000)
+    page.wait_for_function(
+        "document.getElementById('calculator-pictures').ariaBusy === 'false'", timeout=120_000
+    )
     assert page.locator("#picture-attacker polyline").count() == 3
     assert page.locator("#picture-steps polyline").count() == 4
-    assert exact <= float(page.text_content("#one-exact")) <= float(page.text_content("#adapting-rdp"))
+    assert (
+        exact <= float(page.text_content("#one-exact")) <= float(page.text_content("#adapting-rdp"))
+    )
     assert "by the exact filter" in page.text_content("#picture-steps title")
     assert "every 293 steps" in page.text_content("#calculator-filter")
     for picture in ("#picture-steps", "#picture-attacker"):
-        assert page.get_attribute(picture, "role") == "img" and "at most" in page.text_content(f"{picture} title")
+        assert page.get_attribute(picture, "role") == "img" and "at most" in page.text_content(
+            f"{picture} title"
+        )
         assert "NaN" not in page.inner_html(picture)
     assert page.text_content("#all-pld") in page.text_content("#picture-steps title")
-    assert float(page.text_content("#all-tpr-0").rstrip("%")) > 1 and page.text_content("#all-tpr-2").endswith("%")
+    assert float(page.text_content("#all-tpr-0").rstrip("%")) > 1 and page.text_content(
+        "#all-tpr-2"
+    ).endswith("%")
     for name, entered in (("n", "60000"), ("batch", "600"), ("epochs", "10")):
         page.fill(f"[name={name}]", entered)
     assert (page.input_value("[name=rate]"), page.input_value("[name=steps]")) == ("0.01", "1000")
@@ -288,16 +330,22 @@ def test_the_page_answers_to_the_keyboard_and_refuses_what_is_out_of_range(page)
     assert page.input_value("[name=epochs]") == ""
     page.fill("[name=rate]", "0.00853")
     page.wait_for_function("document.getElementById('calculator-pictures').ariaBusy === 'true'")
-    page.wait_for_function("document.getElementById('calculator-pictures').ariaBusy === 'false'", timeout=120_000)
+    page.wait_for_function(
+        "document.getElementById('calculator-pictures').ariaBusy === 'false'", timeout=120_000
+    )
     page.focus("#calculator-copy")
     page.evaluate("""() => Object.defineProperty(
         navigator, "clipboard", {value: {writeText: async text => { window.copied = text }}})""")
     page.keyboard.press("Enter")
     page.wait_for_function("document.getElementById('calculator-copied').textContent === 'Copied.'")
     assert page.evaluate("window.copied") == page.text_content("#calculator-python")
-    page.evaluate("() => { navigator.clipboard.writeText = async () => { throw new Error('refused') } }")
+    page.evaluate(
+        "() => { navigator.clipboard.writeText = async () => { throw new Error('refused') } }"
+    )
     page.keyboard.press("Enter")
-    page.wait_for_function("document.getElementById('calculator-copied').textContent.startsWith('Marked')")
+    page.wait_for_function(
+        "document.getElementById('calculator-copied').textContent.startsWith('Marked')"
+    )
     assert "compute_epsilon" in page.evaluate("getSelection().toString()")
     page.fill("[name=noise]", "0.3")  # epsilons of many thousands, which e^epsilon cannot hold
     page.fill("[name=rate]", "1")
@@ -306,15 +354,26 @@ def test_the_page_answers_to_the_keyboard_and_refuses_what_is_out_of_range(page)
     shown = float(page.text_content("#all-pld"))
     assert exact <= shown <= 1.01 * exact and f"at most {shown:.0f}." in said.text_content()
     page.fill("[name=steps]", "1.5")
-    page.wait_for_function("document.getElementById('calculator-said').textContent.includes('whole number')")
+    page.wait_for_function(
+        "document.getElementById('calculator-said').textContent.includes('whole number')"
+    )
     page.fill("[name=steps]", "10")
     page.fill("[name=rate]", "2")
-    page.wait_for_function("document.getElementById('calculator-said').textContent.includes('Sample rate must lie')")
+    page.wait_for_function(
+        "document.getElementById('calculator-said').textContent.includes('Sample rate must lie')"
+    )
     assert page.get_attribute("[name=rate]", "aria-invalid") == "true"
     # What was said before the wrong number is an answer to another question.
     cells = page.locator("#calculator .live").all_text_contents()
-    cells += [page.text_content(f"#{name}") for name in ("all-error", "one-error", "exact-error", "calculator-python")]
-    assert len(cells) == 16 and set(cells) == {"\u2013"} and page.text_content("#calculator-filter") == ""
+    cells += [
+        page.text_content(f"#{name}")
+        for name in ("all-error", "one-error", "exact-error", "calculator-python")
+    ]
+    assert (
+        len(cells) == 16
+        and set(cells) == {"\u2013"}
+        and page.text_content("#calculator-filter") == ""
+    )
     assert page.locator("#calculator svg :not(title)").count() == 0
     assert page.locator("#calculator svg title").all_text_contents() == ["\u2013"] * 2
     page.fill("[name=rate]", "0.01")

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 import dpcompanion
 from dpcompanion import accounting, cli
 
-RUN = ["--sample-rate", "512/60000", "--noise-multiplier", "3.42529", "--steps", "9375", "--delta", "1e-5"]
+RUN = [
+    "--sample-rate",
+    "512/60000",
+    "--noise-multiplier",
+    "3.42529",
+    "--steps",
+    "9375",
+    "--delta",
+    "1e-5",
+]
 
 
 def said(capsys, *arguments):
@@ -23,7 +32,10 @@ def said(capsys, *arguments):
 
 def test_epsilon_prints_the_reference_point_with_all_that_it_rests_on(capsys):
     out = said(capsys, "epsilon", *RUN, "--accountant", "rdp")
-    assert out == "epsilon 1.00358 at delta 1e-05 (add/remove one example, Poisson sampling, accountant rdp)\n"
+    assert (
+        out
+        == "epsilon 1.00358 at delta 1e-05 (add/remove one example, Poisson sampling, accountant rdp)\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,20 +48,47 @@ def test_epsilon_prints_the_reference_point_with_all_that_it_rests_on(capsys):
 )
 def test_each_search_answers_as_the_library_does(capsys, question, other, name):
     answer = json.loads(
-        said(capsys, question, "--epsilon", "1", "--delta", "1e-5", *other, "--accountant", "rdp", "--json")
+        said(
+            capsys,
+            question,
+            "--epsilon",
+            "1",
+            "--delta",
+            "1e-5",
+            *other,
+            "--accountant",
+            "rdp",
+            "--json",
+        )
     )
     given = {
-        key: answer[key] for key in ("sample_rate", "noise_multiplier", "steps") if key != question.replace("-", "_")
+        key: answer[key]
+        for key in ("sample_rate", "noise_multiplier", "steps")
+        if key != question.replace("-", "_")
     }
-    expected = getattr(accounting, name)(target_epsilon=1, target_delta=1e-5, accountant="rdp", **given)
+    expected = getattr(accounting, name)(
+        target_epsilon=1, target_delta=1e-5, accountant="rdp", **given
+    )
     assert answer[question.replace("-", "_")] == expected
     assert answer["neighbouring_relation"] and answer["sampler"] == "Poisson"
 
 
 def test_runs_and_ledgers_in_files_are_composed(capsys, tmp_path):
-    run, other, releases = (str(tmp_path / name) for name in ("run.json", "other.json", "releases.json"))
+    run, other, releases = (
+        str(tmp_path / name) for name in ("run.json", "other.json", "releases.json")
+    )
     for path, rate, noise in ((run, "0.01", "1"), (other, "0.02", "1.2")):
-        options = ["--sample-rate", rate, "--noise-multiplier", noise, "--steps", "500", "--delta", "1e-5", "--json"]
+        options = [
+            "--sample-rate",
+            rate,
+            "--noise-multiplier",
+            noise,
+            "--steps",
+            "500",
+            "--delta",
+            "1e-5",
+            "--json",
+        ]
         with open(path, "w") as file:
             file.write(said(capsys, "epsilon", *options))
     both = json.loads(said(capsys, "ledger", run, other, "--json"))
@@ -60,7 +99,10 @@ def test_runs_and_ledgers_in_files_are_composed(capsys, tmp_path):
     assert both["neighbouring_relation"] == "add or remove one example"
     laplace = accounting.LedgerEntry(accounting.Laplace(10.0), relation="zero-out")
     accounting.Ledger([laplace]).to_json(releases)
-    assert "leave out" in json.loads(said(capsys, "ledger", run, releases, "--json"))["neighbouring_relation"]
+    assert (
+        "leave out"
+        in json.loads(said(capsys, "ledger", run, releases, "--json"))["neighbouring_relation"]
+    )
     replaced = said(capsys, "ledger", run, other, "--relation", "replace")
     assert "replaces" in replaced and float(re.findall(r"epsilon (\d\.\d+)", replaced)[0]) > 2.4
     with open(run, "w") as file:
@@ -70,7 +112,12 @@ def test_runs_and_ledgers_in_files_are_composed(capsys, tmp_path):
 
 
 def test_a_delta_of_one_over_n_or_more_gets_a_warning(capsys):
-    for examples, warned in (("1000", False), ("99999", False), ("100000", True), ("10000000", True)):
+    for examples, warned in (
+        ("1000", False),
+        ("99999", False),
+        ("100000", True),
+        ("10000000", True),
+    ):
         assert cli.main(["epsilon", *RUN, "--examples", examples, "--accountant", "rdp"]) == 0
         assert ("1/n" in capsys.readouterr().err) == warned
 
@@ -79,14 +126,35 @@ def test_a_delta_of_one_over_n_or_more_gets_a_warning(capsys):
 def test_an_abbreviated_option_is_refused(capsys, short):
     with pytest.raises(SystemExit) as stop:
         cli.main(
-            ["epsilon", "--sample-rate", "0.01", "--steps", "100", "--noise-multiplier", "1", "--delta", "1e-5", *short]
+            [
+                "epsilon",
+                "--sample-rate",
+                "0.01",
+                "--steps",
+                "100",
+                "--noise-multiplier",
+                "1",
+                "--delta",
+                "1e-5",
+                *short,
+            ]
         )
     assert stop.value.code == 2 and short[0] in capsys.readouterr().err
 
 
 def test_json_of_an_infinite_epsilon_is_valid_json(capsys):
     out = said(
-        capsys, "epsilon", "--sample-rate", "1", "--noise-multiplier", "0", "--steps", "1", "--delta", "1e-5", "--json"
+        capsys,
+        "epsilon",
+        "--sample-rate",
+        "1",
+        "--noise-multiplier",
+        "0",
+        "--steps",
+        "1",
+        "--delta",
+        "1e-5",
+        "--json",
     )
     assert json.loads(out)["epsilon"] == "inf"
 
@@ -109,7 +177,9 @@ def test_printed_answers_are_rounded_to_the_safe_side(value):
         (math.nextafter(8.44754e-07, 0), math.floor, 8.44753e-07),
     ],
 )
-def test_a_number_of_few_digits_stays_and_its_neighbour_goes_to_the_safe_side(value, toward, printed):
+def test_a_number_of_few_digits_stays_and_its_neighbour_goes_to_the_safe_side(
+    value, toward, printed
+):
     assert cli.rounded(value, toward) == printed
 
 
@@ -140,7 +210,17 @@ def test_a_given_delta_and_epsilon_are_printed_with_all_their_digits(capsys, del
         (["epsilon", *RUN[:-1], "2"], "delta"),
         (["epsilon", *RUN, "--accountant", "gdp"], "accountant"),
         (
-            ["steps", "--epsilon", "1", "--delta", "1e-5", "--sample-rate", "0.5", "--noise-multiplier", "0.1"],
+            [
+                "steps",
+                "--epsilon",
+                "1",
+                "--delta",
+                "1e-5",
+                "--sample-rate",
+                "0.5",
+                "--noise-multiplier",
+                "0.1",
+            ],
             "cannot be met",
         ),
         (["run", "no-such/exhibit"], "name"),
@@ -164,7 +244,10 @@ def test_an_unreadable_number_is_refused(capsys, rate):
     [
         (["--epsilon", "1", "--target-epsilon", "8", "--delta", "1e-5"], "--epsilon"),
         (["--epsilon", "1", "--delta", "1e-5", "--delta", "1e-2"], "--delta"),
-        (["--epsilon", "1", "--delta", "1e-5", "--accountant", "rdp", "--accountant", "pld"], "--accountant: given"),
+        (
+            ["--epsilon", "1", "--delta", "1e-5", "--accountant", "rdp", "--accountant", "pld"],
+            "--accountant: given",
+        ),
     ],
 )
 def test_of_two_values_of_an_option_none_is_lost(capsys, arguments, said):
@@ -193,11 +276,17 @@ def test_a_damaged_record_of_the_paper_is_a_warning_beside_a_run_that_succeeded(
 
 
 @pytest.mark.parametrize(
-    "option, value, words", [("--device", "meta", "device"), ("--out", __file__, "out"), ("--seeds", "1", "seeds")]
+    "option, value, words",
+    [("--device", "meta", "device"), ("--out", __file__, "out"), ("--seeds", "1", "seeds")],
 )
-def test_a_run_that_cannot_work_ends_in_one_line_before_it_begins(capsys, tmp_path, option, value, words):
+def test_a_run_that_cannot_work_ends_in_one_line_before_it_begins(
+    capsys, tmp_path, option, value, words
+):
     options = {"--preset": "quick", "--out": str(tmp_path), option: value}
-    assert cli.main(["run", "idp-sgd/table-5", *(word for pair in options.items() for word in pair)]) == 2
+    assert (
+        cli.main(["run", "idp-sgd/table-5", *(word for pair in options.items() for word in pair)])
+        == 2
+    )
     captured = capsys.readouterr()
     assert captured.out == "" and words in captured.err and captured.err.count("\n") == 1
     assert not list(tmp_path.iterdir())
@@ -211,7 +300,10 @@ def test_the_command_is_there_without_importing_anything_heavy_for_its_help():
 
 def test_the_module_is_the_command_and_says_its_version():
     done = subprocess.run(
-        [sys.executable, "-m", "dpcompanion", "--version"], capture_output=True, text=True, encoding="utf-8"
+        [sys.executable, "-m", "dpcompanion", "--version"],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
     )
     assert (done.returncode, done.stdout) == (0, f"dpcompanion {dpcompanion.__version__}\n")
 

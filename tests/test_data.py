@@ -35,7 +35,9 @@ def small_mnist(root, compress=gzip.compress, suffix=".gz"):
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     for part, n in (("train", 6), ("t10k", 4)):
-        (folder / f"{part}-images-idx3-ubyte{suffix}").write_bytes(compress(idx(rng.integers(0, 256, (n, 28, 28)))))
+        (folder / f"{part}-images-idx3-ubyte{suffix}").write_bytes(
+            compress(idx(rng.integers(0, 256, (n, 28, 28))))
+        )
         (folder / f"{part}-labels-idx1-ubyte{suffix}").write_bytes(compress(idx(np.arange(n))))
     return folder
 
@@ -83,9 +85,17 @@ def test_a_set_of_scikit_learn_is_verified_only_when_it_is_compared(name, monkey
 
 def test_mnist_5k_is_split_into_4000_and_1000_examples_that_stay_the_same():
     train, test = data.load("mnist-5k"), data.load("mnist-5k", split="test", dtype=torch.float64)
-    assert train.labels.bincount().tolist() == [400] * 10 and test.labels.bincount().tolist() == [100] * 10
-    assert test.features.dtype == torch.float64 and test.features.min() == 0 and test.features.max() == 1
-    # The digest is of the raw bytes: the dtype asked for does not change it, and no release of ours may.
+    assert (
+        train.labels.bincount().tolist() == [400] * 10
+        and test.labels.bincount().tolist() == [100] * 10
+    )
+    assert (
+        test.features.dtype == torch.float64
+        and test.features.min() == 0
+        and test.features.max() == 1
+    )
+    # The digest is of the raw bytes: the dtype asked for does not change it, and no release of ours
+    # may.
     assert test.sha256 == data.load("mnist-5k", split="test").sha256
     assert train.sha256.startswith("0cb263cd") and test.sha256.startswith("05f3fce7")
 
@@ -107,7 +117,14 @@ def test_normalised_uses_public_constants_only():
 
 def test_bad_arguments_are_named_with_what_is_allowed():
     good = dict(name="digits")
-    refuses(data.load, good, name=["mnist-6k"], split=["validation"], target=["age"], dtype=[torch.int64])
+    refuses(
+        data.load,
+        good,
+        name=["mnist-6k"],
+        split=["validation"],
+        target=["age"],
+        dtype=[torch.int64],
+    )
 
 
 @pytest.mark.parametrize("name", list(data.HOW_TO_GET))
@@ -116,7 +133,9 @@ def test_a_missing_set_gets_one_line_on_how_to_fill_the_folder(name, tmp_path):
         data.load(name, root=tmp_path)
     said = str(error.value)
     assert "\n" not in said and str(tmp_path) in said and data.HOW_TO_GET[name] in said
-    assert ("the download failed: no network in tests" in said) == (name not in ("utkface", "surnames", "imdb"))
+    assert ("the download failed: no network in tests" in said) == (
+        name not in ("utkface", "surnames", "imdb")
+    )
     with pytest.raises(FileNotFoundError) as error:
         data.load(name, root=tmp_path, download=False)
     assert "download failed" not in str(error.value)
@@ -172,7 +191,9 @@ def test_arrays_in_an_npz_file_load_without_pickle(tmp_path):
     np.savez(tmp_path / "svhn.npz", **SMALL_NPZ)
     test = data.load("svhn", split="test", root=tmp_path)
     assert test.features.shape == (3, 3, 32, 32) and test.features.min() == 1 and not test.verified
-    np.savez(tmp_path / "svhn.npz", **{**SMALL_NPZ, "test_y": np.array([print, 1, 2], dtype=object)})
+    np.savez(
+        tmp_path / "svhn.npz", **{**SMALL_NPZ, "test_y": np.array([print, 1, 2], dtype=object)}
+    )
     refused("svhn.npz", data.load, "svhn", root=tmp_path)
 
 
@@ -216,7 +237,10 @@ def test_svhn_matlab_files_load_with_the_digit_zero_as_class_zero(tmp_path):
     for split in ("train", "test"):
         scipy.io.savemat(
             tmp_path / f"{split}_32x32.mat",
-            {"X": np.zeros((32, 32, 3, 4), np.uint8), "y": np.array([[10], [1], [2], [9]], np.uint8)},
+            {
+                "X": np.zeros((32, 32, 3, 4), np.uint8),
+                "y": np.array([[10], [1], [2], [9]], np.uint8),
+            },
         )
     train = data.load("svhn", root=tmp_path, verify=False)
     assert train.features.shape == (4, 3, 32, 32) and train.labels.tolist() == [0, 1, 2, 9]
@@ -224,26 +248,43 @@ def test_svhn_matlab_files_load_with_the_digit_zero_as_class_zero(tmp_path):
 
 
 def test_adult_rows_become_numbers_and_documented_codes(tmp_path):
-    row = "39, State-gov, 77516, Bachelors, 13, Never-married, ?, Not-in-family, White, Male, 2174, 0, 40, Cuba, "
+    row = (
+        "39, State-gov, 77516, Bachelors, 13, Never-married, ?, Not-in-family, White, Male, 2174, "
+        "0, 40, Cuba, "
+    )
     (tmp_path / "adult").mkdir()
     (tmp_path / "adult" / "adult.data").write_text(row + "<=50K\n\n", encoding="utf-8")
-    (tmp_path / "adult" / "adult.test").write_text("|1x3 Cross validator\n" + row + ">50K.\n\n", encoding="utf-8")
-    train, test = (data.load("adult", split=split, root=tmp_path, verify=False) for split in ("train", "test"))
+    (tmp_path / "adult" / "adult.test").write_text(
+        "|1x3 Cross validator\n" + row + ">50K.\n\n", encoding="utf-8"
+    )
+    train, test = (
+        data.load("adult", split=split, root=tmp_path, verify=False) for split in ("train", "test")
+    )
     assert train.labels.tolist() == [0] and test.labels.tolist() == [1]
     values = dict(zip(train.columns, train.features[0].tolist()))
     assert values["age"] == 39 and values["capital-gain"] == 2174
     assert train.categories["workclass"][int(values["workclass"])] == "State-gov"
     assert train.categories["occupation"][int(values["occupation"])] == "?"
-    (tmp_path / "adult" / "adult.data").write_text(row.replace("Cuba", "Atlantis") + "<=50K\n", encoding="utf-8")
+    (tmp_path / "adult" / "adult.data").write_text(
+        row.replace("Cuba", "Atlantis") + "<=50K\n", encoding="utf-8"
+    )
     refused("adult.data", data.load, "adult", root=tmp_path, verify=False)
 
 
 def test_covertype_classes_count_from_zero(tmp_path):
     (tmp_path / "covtype").mkdir()
     path = tmp_path / "covtype" / "covtype.data.gz"
-    path.write_bytes(gzip.compress(b"\n".join(b",".join(b"%d" % v for v in [2596] * 54 + [k]) for k in (5, 7)) + b"\n"))
+    path.write_bytes(
+        gzip.compress(
+            b"\n".join(b",".join(b"%d" % v for v in [2596] * 54 + [k]) for k in (5, 7)) + b"\n"
+        )
+    )
     whole = data.load("covertype", split="all", root=tmp_path, verify=False)
-    assert whole.features.shape == (2, 54) and whole.labels.tolist() == [4, 6] and whole.columns[0] == "Elevation"
+    assert (
+        whole.features.shape == (2, 54)
+        and whole.labels.tolist() == [4, 6]
+        and whole.columns[0] == "Elevation"
+    )
     path.write_bytes(gzip.compress(b"1,2,3\n"))
     refused("covtype.data.gz", data.load, "covertype", root=tmp_path, verify=False)
 
@@ -267,10 +308,14 @@ def test_utkface_predicts_the_attribute_that_is_asked_for(tmp_path):
 
 
 def test_text_sets_load_as_strings_with_their_labels(tmp_path):
-    (tmp_path / "names.tsv").write_text("name\tlanguage\n" + "Ånström \tGreek\nAbe\tJapanese\n" * 5, encoding="utf-8")
+    (tmp_path / "names.tsv").write_text(
+        "name\tlanguage\n" + "Ånström \tGreek\nAbe\tJapanese\n" * 5, encoding="utf-8"
+    )
     names = data.load("surnames", split="all", root=tmp_path, verify=False)
     assert names.features[:2] == ("Ånström ", "Abe") and names.classes[names.labels[0]] == "Greek"
-    (tmp_path / "imdb.tsv").write_text("train\tneg\t0\t3\tbad\tfilm\ntest\tpos\t1\t9\tgood\n", encoding="utf-8")
+    (tmp_path / "imdb.tsv").write_text(
+        "train\tneg\t0\t3\tbad\tfilm\ntest\tpos\t1\t9\tgood\n", encoding="utf-8"
+    )
     reviews = data.load("imdb", root=tmp_path, verify=False)
     assert reviews.features == ("bad\tfilm",) and reviews.labels.tolist() == [0]
     assert reviews.attributes["stars"].tolist() == [3]
@@ -288,8 +333,12 @@ def test_text_sets_load_as_strings_with_their_labels(tmp_path):
         ("imdb", "imdb/imdb.tsv"),
     ],
 )
-def test_a_text_set_is_checked_under_every_name_that_its_file_may_have(tmp_path, monkeypatch, name, file):
-    content = b"name\tlanguage\nAbe\tJapanese\n" if name == "surnames" else b"train\tneg\t0\t3\tbad\n"
+def test_a_text_set_is_checked_under_every_name_that_its_file_may_have(
+    tmp_path, monkeypatch, name, file
+):
+    content = (
+        b"name\tlanguage\nAbe\tJapanese\n" if name == "surnames" else b"train\tneg\t0\t3\tbad\n"
+    )
     path = tmp_path / file
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
@@ -347,7 +396,8 @@ def test_torchvision_is_imported_with_its_operators_declared_where_they_are_miss
     _importer(monkeypatch, [RuntimeError("operator torchvision::nms does not exist"), module])
     assert data.import_torchvision() is module
     assert declared == [("torchvision", "DEF")] + [
-        f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms")
+        f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        for name in ("nms", "qnms")
     ]
     gc.collect()
     assert all(library() for library in made)  # what is declared lasts as long as its library does

@@ -1,4 +1,6 @@
-"""The library knows nothing of the reproduction; modules import from the layers below; little comes from outside."""
+"""The library knows nothing of the reproduction; modules import from the layers below; little comes
+from outside.
+"""
 
 import ast
 import pathlib
@@ -47,9 +49,13 @@ BEYOND_THE_CORE = {"engine": {"opacus"}, "huggingface": {"transformers"}, "estim
 
 
 def nodes(tree, inside_functions):
-    """All nodes below one; without those in functions what runs when a module is loaded, in `try` and `if`, too."""
+    """All nodes below one; without those in functions what runs when a module is loaded, in `try`
+    and `if`, too.
+    """
     for node in ast.iter_child_nodes(tree):
-        if inside_functions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        if inside_functions or not isinstance(
+            node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+        ):
             yield node
             yield from nodes(node, inside_functions)
 
@@ -65,7 +71,9 @@ def imports(*, inside_functions):
             elif isinstance(node, ast.ImportFrom):
                 base = node.module
                 if node.level:
-                    base = ".".join(filter(None, (*package[: len(package) - node.level + 1], node.module)))
+                    base = ".".join(
+                        filter(None, (*package[: len(package) - node.level + 1], node.module))
+                    )
                 yield from ((module, f"{base}.{alias.name}") for alias in node.names)
 
 
@@ -74,14 +82,18 @@ def within(module, wing):
 
 
 def part(module, of):
-    """The part of a package that a dotted name lies in: ("dpcompanion.training.loop", "dpcompanion") is "training"."""
+    """The part of a package that a dotted name lies in: ("dpcompanion.training.loop",
+    "dpcompanion") is "training".
+    """
     return module.removeprefix(of + ".").partition(".")[0]
 
 
 def parts(folder):
-    return {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()} - {
-        "__init__"
-    }
+    return {
+        path.stem
+        for path in folder.iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").is_file()
+    } - {"__init__"}
 
 
 def test_every_part_has_its_layer():
@@ -102,7 +114,9 @@ def test_dependencies_run_downwards_only():
 
 
 def test_budgets_and_the_engine_stand_in_no_circle():
-    """`dpcompanion.idp` names the engine, which imports the modules behind that name, and never the name."""
+    """`dpcompanion.idp` names the engine, which imports the modules behind that name, and never the
+    name.
+    """
     for module, name in imports(inside_functions=True):
         if within(module, "dpcompanion.idp") and module != "dpcompanion.idp.__init__":
             assert not within(name, "dpcompanion.engine"), f"{module} imports {name}"
@@ -123,7 +137,9 @@ for statement in ("import dpcompanion.engine", "from dpcompanion.idp import Indi
     except ImportError as error:
         print(error)
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", check=True
+    )
     needs = "the engine stands on Opacus: pip install 'dpcompanion[opacus]'"
     assert found.stdout.splitlines() == ["[2.0]", needs, needs]
 
@@ -142,7 +158,9 @@ def test_no_module_uses_the_private_names_of_another():
     """What modules share is a public name of one of them, whether or not its package exports it."""
     found, trees = [], {}
     for file in sorted(ROOT.rglob("*.py")):
-        trees[".".join(file.relative_to(ROOT.parent).with_suffix("").parts)] = ast.parse(file.read_bytes())
+        trees[".".join(file.relative_to(ROOT.parent).with_suffix("").parts)] = ast.parse(
+            file.read_bytes()
+        )
     shared = {}  # module: the short names of the modules that it imports
     for module, name in imports(inside_functions=True):
         short = name.rpartition(".")[2]
@@ -163,7 +181,11 @@ def test_no_module_uses_the_private_names_of_another():
 
 
 def test_no_paper_imports_another():
-    papers = {path.name for path in (ROOT / "reproduction" / "papers").iterdir() if (path / "printed.toml").is_file()}
+    papers = {
+        path.name
+        for path in (ROOT / "reproduction" / "papers").iterdir()
+        if (path / "printed.toml").is_file()
+    }
     assert len(papers) == 5
     for module, name in imports(inside_functions=True):
         mine, other = (part(one, f"{WING}.papers") for one in (module, name))

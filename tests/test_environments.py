@@ -1,4 +1,6 @@
-"""The environments in which the whole is tried change what they say, here on a clone that nothing is installed into."""
+"""The environments in which the whole is tried change what they say, here on a clone that nothing
+is installed into.
+"""
 
 import os
 import sys
@@ -9,7 +11,9 @@ import pytest
 
 @pytest.fixture
 def ran(monkeypatch, tmp_path):
-    """A function that runs a shell command in an environment, without an install: (exit status, what it said last)."""
+    """A function that runs a shell command in an environment, without an install: (exit status,
+    what it said last).
+    """
     (tmp_path / "programs").mkdir()
     for name, does in (("make", "exit 0"), ("git", 'for folder; do :; done; mkdir "$folder"')):
         program = tmp_path / "programs" / name
@@ -27,11 +31,19 @@ def ran(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
 def test_an_environment_changes_what_the_command_sees_and_leaves_this_process_alone(ran):
-    cores, seen = os.sched_getaffinity(0), f"{sys.executable} -c 'import os; print(len(os.sched_getaffinity(0)))'"
+    cores, seen = (
+        os.sched_getaffinity(0),
+        f"{sys.executable} -c 'import os; print(len(os.sched_getaffinity(0)))'",
+    )
     assert ran("odd path+one core", f'{seen}; basename "$PWD"') == (0, "ein Weg für Übungen")
     assert ran("one core+Kiritimati", f"{seen} && test $TZ = Pacific/Kiritimati") == (0, "1")
-    assert ran("no browser", "for each in chromium node npm; do ! command -v $each || exit 1; done") == (0, "")
-    assert ran("DejaVu alone", 'ls "$(dirname "$FONTCONFIG_FILE")" | grep -v DejaVu') == (0, "fonts.conf")
+    assert ran(
+        "no browser", "for each in chromium node npm; do ! command -v $each || exit 1; done"
+    ) == (0, "")
+    assert ran("DejaVu alone", 'ls "$(dirname "$FONTCONFIG_FILE")" | grep -v DejaVu') == (
+        0,
+        "fonts.conf",
+    )
     assert ran("as it is", "echo FAILED tests/one.py; exit 1") == (1, "FAILED tests/one.py")
     assert os.sched_getaffinity(0) == cores
 
@@ -49,5 +61,9 @@ def test_an_install_that_fails_is_red_and_nothing_is_run(ran, tmp_path):
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
 def test_processes_that_load_the_machine_end_with_the_command(ran, tmp_path):
     assert ran("load", "jobs -p > pids; wc -l < pids") == (0, "6")
-    left = [pid for pid in (tmp_path / "load" / "clone" / "pids").read_text().split() if os.path.exists(f"/proc/{pid}")]
+    left = [
+        pid
+        for pid in (tmp_path / "load" / "clone" / "pids").read_text().split()
+        if os.path.exists(f"/proc/{pid}")
+    ]
     assert not left

@@ -14,7 +14,14 @@ from dpcompanion.estimator import DPLogisticRegression
 from dpcompanion.training import DPSGDPlan, cross_entropy, train
 
 DIGITS, LABELS = load_digits(return_X_y=True)
-RUN = {"epsilon": 8.0, "classes": range(10), "lower": 0, "upper": 16, "epochs": 5, "random_state": 0}
+RUN = {
+    "epsilon": 8.0,
+    "classes": range(10),
+    "lower": 0,
+    "upper": 16,
+    "epochs": 5,
+    "random_state": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +34,9 @@ def test_digits_are_recognised_and_the_ledger_stays_within_epsilon(fitted):
     assert 0.85 * 8 < fitted.ledger_.epsilon(1e-5) <= 8
     chances = fitted.predict_proba(DIGITS[:5])
     assert chances.shape == (5, 10) and np.allclose(chances.sum(1), 1)
-    assert (fitted.predict(DIGITS) == fitted.classes_[fitted.decision_function(DIGITS).argmax(1)]).all()
+    assert (
+        fitted.predict(DIGITS) == fitted.classes_[fitted.decision_function(DIGITS).argmax(1)]
+    ).all()
 
 
 def test_it_is_train_on_scaled_columns(fitted):
@@ -36,18 +45,32 @@ def test_it_is_train_on_scaled_columns(fitted):
     model = torch.nn.Linear(64, 10)
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
-    plan = DPSGDPlan.for_epsilon(7.2, n=1797, delta=0.9e-5, batch_size=256, epochs=5, max_grad_norm=1.0)
+    plan = DPSGDPlan.for_epsilon(
+        7.2, n=1797, delta=0.9e-5, batch_size=256, epochs=5, max_grad_norm=1.0
+    )
     assert fitted.history_.plan.noise_multiplier == pytest.approx(plan.noise_multiplier, rel=1e-3)
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
-    train(model, cross_entropy, (x, torch.from_numpy(LABELS)), fitted.history_.plan, optimizer=optimizer, seed=0)
+    train(
+        model,
+        cross_entropy,
+        (x, torch.from_numpy(LABELS)),
+        fitted.history_.plan,
+        optimizer=optimizer,
+        seed=0,
+    )
     assert (fitted.coef_ == model.weight.detach().numpy()).all()
     assert (fitted.intercept_ == model.bias.detach().numpy()).all()
 
 
 def test_budgets_are_those_of_examples():
-    x, y = torch.randn(300, 2, generator=torch.Generator().manual_seed(0)), np.array(["no", "yes"] * 150)
+    x, y = (
+        torch.randn(300, 2, generator=torch.Generator().manual_seed(0)),
+        np.array(["no", "yes"] * 150),
+    )
     budgets = np.where(np.arange(300) < 200, 1.0, 4.0)
-    found = DPLogisticRegression(classes=("no", "yes"), lower=-3, upper=3, delta=1e-4, batch_size=30, epochs=2)
+    found = DPLogisticRegression(
+        classes=("no", "yes"), lower=-3, upper=3, delta=1e-4, batch_size=30, epochs=2
+    )
     epsilons = found.fit(x, y, budgets=budgets).ledger_.epsilons(1e-4).numpy()
     assert (epsilons <= budgets).all() and (epsilons > 0.8 * budgets).all()
     assert set(found.predict(x)) <= {"no", "yes"}
@@ -56,22 +79,44 @@ def test_budgets_are_those_of_examples():
 def test_persons_are_the_unit_and_copies_of_their_rows_cost_nothing():
     x = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
     y, people = (x[:, 0] > 0).long(), np.arange(200) % 50
-    options = {"lower": -4, "upper": 4, "delta": 1e-4, "batch_size": 10, "epochs": 2, "unit": "patient"}
+    options = {
+        "lower": -4,
+        "upper": 4,
+        "delta": 1e-4,
+        "batch_size": 10,
+        "epochs": 2,
+        "unit": "patient",
+    }
     regression = DPLogisticRegression(**options, random_state=1)
     once = regression.fit(x, y, people=people, at_most=3).ledger_
     rows = np.concatenate([np.arange(200), np.repeat(7, 30)])
     copied = clone(regression).fit(x[rows], y[rows], people=people[rows], at_most=3)
     assert copied.ledger_.epsilon(1e-4) == once.epsilon(1e-4) <= 1
-    assert copied.scaler_.n == copied.history_.plan.n == 50 and "patient" in copied.history_.statement()
+    assert (
+        copied.scaler_.n == copied.history_.plan.n == 50
+        and "patient" in copied.history_.statement()
+    )
     assert "of 50 patients" in copied.scaler_.statement() and once.units == ("patient",)
 
 
 def test_the_scaler_of_persons_sees_one_row_each_within_the_bounds():
-    """A person's rows may hold any numbers: what enters the means is one row a person, between the bounds."""
+    """A person's rows may hold any numbers: what enters the means is one row a person, between the
+    bounds.
+    """
     x = np.zeros((100, 1), dtype=np.float32)
     x[:50] = 1e30
-    options = {"lower": 0, "upper": 2, "delta": 1e-4, "batch_size": 10, "epochs": 1, "epsilon": 1e4, "random_state": 0}
-    regression = DPLogisticRegression(**options).fit(x, np.zeros(100), people=np.arange(100) % 50, at_most=2)
+    options = {
+        "lower": 0,
+        "upper": 2,
+        "delta": 1e-4,
+        "batch_size": 10,
+        "epochs": 1,
+        "epsilon": 1e4,
+        "random_state": 0,
+    }
+    regression = DPLogisticRegression(**options).fit(
+        x, np.zeros(100), people=np.arange(100) % 50, at_most=2
+    )
     assert float(regression.scaler_.mean) == pytest.approx(1, abs=0.05)
 
 
@@ -86,7 +131,11 @@ def test_it_is_an_estimator_of_scikit_learn():
 def test_without_bounds_columns_are_taken_as_they_are():
     x = np.random.default_rng(0).normal(size=(100, 2))
     found = DPLogisticRegression(delta=1e-3, batch_size=10, epochs=1).fit(x, x[:, 0] > 0)
-    assert found.scaler_ is None and found.history_.plan.epsilon(1e-3) <= 1 and found.n_features_in_ == 2
+    assert (
+        found.scaler_ is None
+        and found.history_.plan.epsilon(1e-3) <= 1
+        and found.n_features_in_ == 2
+    )
 
 
 @pytest.mark.parametrize(

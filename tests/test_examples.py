@@ -1,4 +1,6 @@
-"""The notebook to download runs on a CSV file that it has never seen, and leaves a model and its card."""
+"""The notebook to download runs on a CSV file that it has never seen, and leaves a model and its
+card.
+"""
 
 import json
 import pathlib
@@ -18,7 +20,9 @@ def written(path, *, header, last=None):
     features = random.uniform(0, 1, (240, 3))
     rows = np.column_stack([features, (features.sum(1) > 1.5).astype(int)])
     lines = [",".join(f"{value:g}" for value in row) for row in rows] + ([last] if last else [])
-    path.write_text("\n".join([*(["age,height,weight,ill"] if header else []), *lines]) + "\n", encoding="utf-8")
+    path.write_text(
+        "\n".join([*(["age,height,weight,ill"] if header else []), *lines]) + "\n", encoding="utf-8"
+    )
 
 
 def run(cells=None):
@@ -35,9 +39,12 @@ def test_it_runs_on_a_csv_and_says_what_it_promises(tmp_path, monkeypatch, capsy
     written(tmp_path / "people.csv", header=True)
     found = run()
     card = (tmp_path / "model-card.md").read_text(encoding="utf-8")
-    assert {"200", "40", "3", "2"} <= set(capsys.readouterr().out.split())  # rows, rows to test, features, classes
+    # rows, rows to test, features, classes
+    assert {"200", "40", "3", "2"} <= set(capsys.readouterr().out.split())
     assert found["plan"].statement() in card and f"epsilon {found['plan'].epsilon():.3f}" in card
-    assert 3.9 < found["plan"].epsilon() <= 4.0 and bool((found["epsilons"] <= found["plan"].epsilon()).all())
+    assert 3.9 < found["plan"].epsilon() <= 4.0 and bool(
+        (found["epsilons"] <= found["plan"].epsilon()).all()
+    )
     weights = torch.load(tmp_path / "model.pt", weights_only=True)
     assert all(torch.equal(weights[name], p) for name, p in found["released"].state_dict().items())
     assert not any(one.refuted for one in found["found"].values())
@@ -61,5 +68,7 @@ def test_what_it_cannot_read_is_said(last, match, tmp_path, monkeypatch):
 
 
 def test_it_is_kept_without_outputs_and_imports_no_reproduction():
-    assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in FOUND["cells"])
+    assert all(
+        not cell.get("outputs") and cell.get("execution_count") is None for cell in FOUND["cells"]
+    )
     assert "reproduction" not in "".join(CODE)

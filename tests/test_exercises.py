@@ -1,4 +1,5 @@
-"""Exercises: every chapter has three, each followed by its solution; what a solution says in numbers is computed here.
+"""Exercises: every chapter has three, each followed by its solution; what a solution says in
+numbers is computed here.
 
 Solutions that are hidden cells compute their own numbers; these are the ones that are written out.
 """
@@ -39,7 +40,9 @@ ANSWER = r"\n(?::::\{dropdown\} Solution\n(.+?)\n:::\n|```\{code-cell\} ipython3
 def solutions(page):
     """The written or computed solution of each exercise of a page."""
     text = (BOOK / f"{page}.md").read_text(encoding="utf-8").partition("\n## Exercises\n")[2]
-    return [written or code for _, _, written, code in re.findall(QUESTION + ANSWER, text, re.DOTALL)]
+    return [
+        written or code for _, _, written, code in re.findall(QUESTION + ANSWER, text, re.DOTALL)
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -54,7 +57,9 @@ def test_a_chapter_has_three_exercises_in_one_look_each_with_its_solution(page):
 def test_intrinsic_privacy_sigmas_of_neighbours_agree():
     median, *_ = solutions("papers/intrinsic-privacy")
     values = experiments.get("intrinsic-privacy/table-3").record("paper").values
-    smallest, largest = (values[f"mnist-binary.sigma_i_{which}"] for which in ("smallest", "largest"))
+    smallest, largest = (
+        values[f"mnist-binary.sigma_i_{which}"] for which in ("smallest", "largest")
+    )
     assert "agree to a part in twenty thousand" in median and largest / smallest - 1 < 1 / 20_000
     assert f"about {100 / math.sqrt(2 * 98):.0f}%" in median
 
@@ -62,7 +67,11 @@ def test_intrinsic_privacy_sigmas_of_neighbours_agree():
 def test_intrinsic_privacy_a_shifted_uniform_leaves_its_support_with_the_chance_that_is_said():
     said = solutions("papers/intrinsic-privacy")[2]
     a, d = 1.7, 0.3
-    outside = ((torch.rand(200_000, generator=torch.Generator().manual_seed(0)) * 2 - 1) * a + d > a).double().mean()
+    outside = (
+        ((torch.rand(200_000, generator=torch.Generator().manual_seed(0)) * 2 - 1) * a + d > a)
+        .double()
+        .mean()
+    )
     assert "$d/(2a)$" in said and abs(float(outside) - d / (2 * a)) < 0.002
 
 
@@ -71,7 +80,11 @@ def test_per_instance_accounting_rounding_and_handing_over_the_draws():
     assert f"= {(0.1 / 0.149) ** 2:.2f}$" in rounding and f"= {(0.2 / 0.149) ** 2:.1f}$" in rounding
     low, true = (
         compute_epsilon(
-            sample_rate=1024 / 60_000, noise_multiplier=2.5 / norm, steps=5860, delta=1e-5, accountant="rdp"
+            sample_rate=1024 / 60_000,
+            noise_multiplier=2.5 / norm,
+            steps=5860,
+            delta=1e-5,
+            accountant="rdp",
         )
         for norm in (0.1, 0.149)
     )
@@ -83,12 +96,15 @@ def test_per_instance_accounting_rounding_and_handing_over_the_draws():
 
 
 def test_handing_over_the_draws_costs_what_the_formula_says():
-    # Both worlds draw; only in one of them does the draw move the output. The divergence is a sum over the draw.
+    # Both worlds draw; only in one of them does the draw move the output. The divergence is a sum
+    # over the draw.
     q, sigma, alpha, z = 0.3, 1.3, 3.0, 0.7
     x = torch.linspace(-12, 14, 200_001, dtype=torch.float64)
     p, noise = (torch.exp(-((x - centre) ** 2) / (2 * sigma**2)) for centre in (z, 0.0))
     moment = (1 - q) + q * float((p**alpha * noise ** (1 - alpha)).sum() / noise.sum())
-    formula = math.log(1 - q + q * math.exp((alpha**2 - alpha) * z**2 / (2 * sigma**2))) / (alpha - 1)
+    formula = math.log(1 - q + q * math.exp((alpha**2 - alpha) * z**2 / (2 * sigma**2))) / (
+        alpha - 1
+    )
     assert abs(math.log(moment) / (alpha - 1) - formula) < 1e-9
 
 
@@ -105,7 +121,10 @@ def test_proofs_the_moment_is_convex_in_the_squared_length(alpha):
     assert float(factor.min()) >= (2 - 0.25 if alpha >= 2 else (alpha - 1) * alpha - 1e-12)
     squares = torch.linspace(0.01, 6, 60, dtype=torch.float64)
     moment = torch.exp(
-        (alpha - 1) * step_divergence(sample_rate=0.2, noise_multiplier=1.0, orders=alpha, sensitivity=squares.sqrt())
+        (alpha - 1)
+        * step_divergence(
+            sample_rate=0.2, noise_multiplier=1.0, orders=alpha, sensitivity=squares.sqrt()
+        )
     )
     assert (moment[2:] - 2 * moment[1:-1] + moment[:-2] > 0).all()
 
@@ -116,11 +135,15 @@ def test_exact_filters_levels_and_how_long_they_stay():
     run, steps, block = dict(sample_rate=512 / 60_000, noise_multiplier=3.425), 9360, 117
     epsilon = compute_epsilon(**run, steps=steps, delta=1e-5)
     target = dict(target_epsilon=epsilon, target_delta=1e-5)
-    fixed = find_steps(**target, sample_rate=run["sample_rate"], noise_multiplier=run["noise_multiplier"] / 0.3)
+    fixed = find_steps(
+        **target, sample_rate=run["sample_rate"], noise_multiplier=run["noise_multiplier"] / 0.3
+    )
     stays = [fixed / steps]
     for shares, at in (((0.25, 0.5, 0.75, 1.0), 1), ((0.3, 0.5, 0.75, 1.0), 0)):
         costs = level_costs(shares, **run, **target, steps=steps, block=block)
-        found = calibrate_filter(**run, **target, levels=shares, costs=costs, steps=steps, block=block)
+        found = calibrate_filter(
+            **run, **target, levels=shares, costs=costs, steps=steps, block=block
+        )
         stays.append(found.budget // costs[at] * block / steps)
     assert all(f" {stay:.2f} times" in levels for stay in stays)
 
@@ -128,7 +151,11 @@ def test_exact_filters_levels_and_how_long_they_stay():
 def test_exact_filters_adaptivity_is_free_at_equal_costs():
     one, epsilon = dict(sample_rate=0.01, noise_multiplier=1.0), 0.4
     delta = compute_delta(**one, steps=20, epsilon=epsilon)
-    assert delta <= adaptive_delta(**one, levels=[0.5, 1.0], costs=(1, 1), budget=20, epsilon=epsilon) < 1.05 * delta
+    assert (
+        delta
+        <= adaptive_delta(**one, levels=[0.5, 1.0], costs=(1, 1), budget=20, epsilon=epsilon)
+        < 1.05 * delta
+    )
 
 
 def test_your_own_model_two_copies():
@@ -145,14 +172,24 @@ def test_your_epsilon_five_pictures():
 
 
 def test_errata_table_7_of_mnist_breaks_budgets_by_rdp_and_none_by_pld():
-    # Noise multiplier of a group: the printed sigma_scale times the mean clip norm, over the printed clip norm.
+    # Noise multiplier of a group: the printed sigma_scale times the mean clip norm, over the
+    # printed clip norm.
     text = (BOOK / "errata.md").read_text(encoding="utf-8")
     printed, training = published.exhibit("idp-sgd/table-7"), TABLE_5["mnist"]
     broken = {}
     for group in "AB":
         for i, budget in enumerate((1, 2, 3)):
-            noise = float(printed[f"mnist.{group}.sigma_scale"]) * training.clip / printed[f"mnist.{group}.c_p"][i]
-            run = dict(sample_rate=training.sample_rate, steps=training.steps, noise_multiplier=noise, delta=1e-5)
+            noise = (
+                float(printed[f"mnist.{group}.sigma_scale"])
+                * training.clip
+                / printed[f"mnist.{group}.c_p"][i]
+            )
+            run = dict(
+                sample_rate=training.sample_rate,
+                steps=training.steps,
+                noise_multiplier=noise,
+                delta=1e-5,
+            )
             assert compute_epsilon(**run) < budget
             if (spent := compute_epsilon(**run, accountant="rdp")) > budget:
                 broken[group, budget] = f"{spent:.2f}"

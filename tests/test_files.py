@@ -32,7 +32,9 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 def test_stale_partials_of_the_same_file_are_removed_and_no_others(tmp_path):
     """Partial files of killed processes stayed for ever."""
     path, long_ago = tmp_path / "a*", time.time() - 7200
-    stale, fresh, foreign = (tmp_path / name for name in (".a*.123.part", ".a*.124.part", ".ab.123.part"))
+    stale, fresh, foreign = (
+        tmp_path / name for name in (".a*.123.part", ".a*.124.part", ".ab.123.part")
+    )
     for each in (stale, fresh, foreign):
         each.write_bytes(b"part")
     for each in (stale, foreign):
@@ -65,12 +67,16 @@ def test_writers_at_once_never_mix(tmp_path):
 def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path):
     path = tmp_path / "a"
     code = (
-        "import importlib.util, sys; spec = importlib.util.spec_from_file_location('files', sys.argv[1]);"
-        "files = importlib.util.module_from_spec(spec); spec.loader.exec_module(files); print('go', flush=True)\n"
+        "import importlib.util, sys; spec = importlib.util.spec_from_file_location('files', "
+        "sys.argv[1]);"
+        "files = importlib.util.module_from_spec(spec); spec.loader.exec_module(files); "
+        "print('go', flush=True)\n"
         "while True:\n for k in b'xyz': files.replace(sys.argv[2], bytes([k]) * 1_000_000)"
     )
     for pause in (0.01, 0.03, 0.05, 0.1):
-        writer = subprocess.Popen([sys.executable, "-c", code, _files.__file__, str(path)], stdout=subprocess.PIPE)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", code, _files.__file__, str(path)], stdout=subprocess.PIPE
+        )
         writer.stdout.readline()
         while not path.exists():
             time.sleep(0.001)

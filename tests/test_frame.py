@@ -22,7 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def lines_of(name):
     return [
-        line.strip() for line in (ROOT / name).read_text().splitlines() if line.strip() and not line.startswith("#")
+        line.strip()
+        for line in (ROOT / name).read_text().splitlines()
+        if line.strip() and not line.startswith("#")
     ]
 
 
@@ -34,7 +36,9 @@ def test_conda_installs_by_the_pins_of_constraints():
 
 def test_everything_that_the_package_asks_for_is_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = project["dependencies"] + [name for extra in project["optional-dependencies"].values() for name in extra]
+    asked = project["dependencies"] + [
+        name for extra in project["optional-dependencies"].values() for name in extra
+    ]
     names = {re.match(r"[\w-]+", wanted).group().lower() for wanted in asked} - {"dpcompanion"}
     pinned = {line.split("==")[0].lower() for line in lines_of("constraints.txt")}
     assert names <= pinned
@@ -63,15 +67,21 @@ def test_a_notebook_is_shown_and_its_source_is_not():
     excluded = yaml.safe_load((ROOT / "_config.yml").read_text())["exclude_patterns"]
     for notebook in (ROOT / "book").rglob("*.ipynb"):
         source = notebook.relative_to(ROOT).with_suffix(".md")
-        assert any(source.match(pattern) for pattern in excluded), f"_config.yml: exclude_patterns lacks {source}"
+        assert any(source.match(pattern) for pattern in excluded), (
+            f"_config.yml: exclude_patterns lacks {source}"
+        )
 
 
 def test_what_is_vendored_is_what_the_packages_of_npm_have():
-    """mathjax 3.2.2, @ibm/plex-sans 1.1.0, @ibm/plex-mono 2.5.0 @expo-google-fonts/ibm-plex-sans 0.4.1."""
+    """mathjax 3.2.2, @ibm/plex-sans 1.1.0, @ibm/plex-mono 2.5.0 @expo-google-fonts/ibm-plex-sans
+    0.4.1.
+    """
     lines = (ROOT / "tests" / "vendored.sha256").read_text().splitlines()
     vendored = {ROOT / file: digest for digest, file in map(str.split, lines)}
     for kind in ("*.woff2", "*.ttf", "tex-svg.js"):
-        assert {file for folder in ("book", "dpcompanion") for file in (ROOT / folder).rglob(kind)} <= vendored.keys()
+        assert {
+            file for folder in ("book", "dpcompanion") for file in (ROOT / folder).rglob(kind)
+        } <= vendored.keys()
     for file, digest in vendored.items():
         assert hashlib.sha256(file.read_bytes()).hexdigest() == digest, file
         assert list(file.parent.glob("LICENSE*")), f"{file} lacks its licence"
@@ -85,7 +95,9 @@ def test_the_style_sheet_names_the_fonts_that_are_there():
 
 @pytest.mark.slow
 def test_the_readme_computes_what_it_says():
-    snippet, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    snippet, _ = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said = [float(comment) for comment in re.findall(r"# (\d\.\d+)", snippet)]
@@ -96,12 +108,18 @@ def test_the_readme_computes_what_it_says():
 
 @pytest.mark.slow
 def test_the_jobs_of_the_readme_keep_their_promises(tmp_path):
-    _, jobs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", jobs], capture_output=True, text=True, cwd=tmp_path)
+    _, jobs = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", jobs], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     first, statement, tracked, kept, own = done.stdout.splitlines()
     assert round(float(first), 4) == 0.9172 and "Epsilon 3.000" in statement
-    account, promised, point = (float(re.findall(r"\d\.\d+", line)[0]) for line in (tracked, kept, own))
+    account, promised, point = (
+        float(re.findall(r"\d\.\d+", line)[0]) for line in (tracked, kept, own)
+    )
     assert 2 < account <= 3 and 1 < promised <= 2 and 0 < point < 3
     card = json.loads((tmp_path / "card.json").read_text(encoding="utf-8"))
     assert card["promised_quantiles"]["1"] == 2 and card["steps"] == 20
@@ -113,7 +131,9 @@ def test_the_tour_does_the_jobs_of_the_readme_as_the_readme_does_them():
         return {ast.unparse(node) for node in made if ast.unparse(node.func).startswith(NAMES)}
 
     NAMES = ("DPSGDPlan.", "ExactFilter.", "Track")
-    _, jobs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    _, jobs = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     tour = (ROOT / "book" / "tour.md").read_text(encoding="utf-8")
     shown = re.findall(r"```\{code-cell\} ipython3\n(?!:tags:)(.*?)```", tour, re.DOTALL)
     done = calls("".join(shown))
@@ -122,7 +142,8 @@ def test_the_tour_does_the_jobs_of_the_readme_as_the_readme_does_them():
 
 def test_the_readme_names_files_that_exist():
     named = re.findall(
-        r"`((?:book|tools)/[\w./-]+|[A-Z]\w+\.cff|[a-z]+\.(?:yml|txt))`", (ROOT / "README.md").read_text()
+        r"`((?:book|tools)/[\w./-]+|[A-Z]\w+\.cff|[a-z]+\.(?:yml|txt))`",
+        (ROOT / "README.md").read_text(),
     )
     assert named and not [name for name in named if not (ROOT / name).exists()]
 
@@ -130,22 +151,31 @@ def test_the_readme_names_files_that_exist():
 def test_the_citation_is_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == dpcompanion.__version__ and citation["license"] == "Apache-2.0"
-    (printed,) = re.findall(r"version = \{(.*)\}", (ROOT / "book" / "intro.md").read_text(encoding="utf-8"))
+    (printed,) = re.findall(
+        r"version = \{(.*)\}", (ROOT / "book" / "intro.md").read_text(encoding="utf-8")
+    )
     assert printed == dpcompanion.__version__
 
 
 def test_package_and_repository_name_the_same_authors_and_address():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert [author["name"] for author in project["authors"]] == [author["name"] for author in citation["authors"]]
-    # Until the book's settings give an address there is none to name, and README's picture lies beside it.
-    address = yaml.safe_load((ROOT / "_config.yml").read_text())["sphinx"]["config"]["public_repository"]
+    assert [author["name"] for author in project["authors"]] == [
+        author["name"] for author in citation["authors"]
+    ]
+    # Until the book's settings give an address there is none to name, and README's picture lies
+    # beside it.
+    address = yaml.safe_load((ROOT / "_config.yml").read_text())["sphinx"]["config"][
+        "public_repository"
+    ]
     urls = {*project.get("urls", {}).values(), *filter(None, [citation.get("repository-code")])}
     if not address:
         assert not urls
     else:
         assert urls and all(url.startswith(address) for url in urls)
-        assert not re.findall(r"\]\((?!https:)[^)]*\)", (ROOT / "README.md").read_text()), "relative, so lost on PyPI"
+        assert not re.findall(r"\]\((?!https:)[^)]*\)", (ROOT / "README.md").read_text()), (
+            "relative, so lost on PyPI"
+        )
 
 
 def make(folder, *arguments, **environment):
@@ -180,7 +210,11 @@ def test_make_says_plainly_what_python_is_needed(tmp_path):
         assert done.returncode != 0 and complaint in done.stdout, done.stdout + done.stderr
         assert not (tmp_path / ".venv").exists()
     done = make(tmp_path, "book", PATH=str(tmp_path))
-    assert done.returncode != 0 and "git is missing" in done.stdout and not (tmp_path / ".venv").exists()
+    assert (
+        done.returncode != 0
+        and "git is missing" in done.stdout
+        and not (tmp_path / ".venv").exists()
+    )
 
 
 def test_the_ci_script_runs():
@@ -205,12 +239,20 @@ def test_a_workflow_calls_what_the_repository_has(workflow):
 
 def test_a_pull_request_is_tested_on_one_python_and_every_night_on_all():
     on_request, at_night = (
-        yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text()) for name in ("ci.yml", "nightly.yml")
+        yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text())
+        for name in ("ci.yml", "nightly.yml")
     )
-    assert "pull_request" in on_request[True] and {"schedule", "workflow_dispatch"} <= at_night[True].keys()
-    assert [step["run"] for step in on_request["jobs"]["test"]["steps"] if "run" in step] == ["make test"]
+    assert (
+        "pull_request" in on_request[True]
+        and {"schedule", "workflow_dispatch"} <= at_night[True].keys()
+    )
+    assert [step["run"] for step in on_request["jobs"]["test"]["steps"] if "run" in step] == [
+        "make test"
+    ]
     jobs = at_night["jobs"]
-    ran = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    ran = {
+        name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()
+    }
     assert ran == {"all": [".ci/run"], "cluster": ["make cluster"], "lowest": ["make lowest"]}
 
 
@@ -223,10 +265,21 @@ def test_the_pythons_that_are_claimed_are_those_that_are_tried():
 
 def test_the_tests_on_the_lowest_versions_import_no_more_than_is_installed_for_them():
     makefile = (ROOT / "Makefile").read_text()
-    paths = [ROOT / path for path in re.search(r"^CORE_TESTS := (.*)", makefile, re.MULTILINE)[1].split()]
+    paths = [
+        ROOT / path for path in re.search(r"^CORE_TESTS := (.*)", makefile, re.MULTILINE)[1].split()
+    ]
     files = [file for path in paths for file in (path.glob("*.py") if path.is_dir() else [path])]
-    (beside,) = re.findall(r"tools/lowest\.py opacus\) (.*)", makefile)  # pytest and what tests compare with
-    installed = {"dpcompanion", "torch", "numpy", "scipy", "cryptography", "opacus", *beside.replace("-", "_").split()}
+    # pytest and what tests compare with
+    (beside,) = re.findall(r"tools/lowest\.py opacus\) (.*)", makefile)
+    installed = {
+        "dpcompanion",
+        "torch",
+        "numpy",
+        "scipy",
+        "cryptography",
+        "opacus",
+        *beside.replace("-", "_").split(),
+    }
     installed |= {*sys.stdlib_module_names, *(file.stem for file in files)}
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -235,7 +288,9 @@ def test_the_tests_on_the_lowest_versions_import_no_more_than_is_installed_for_t
             else:
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert {name.split(".")[0] for name in names} <= installed, f"{file} imports {names}"
-            assert not any(name.startswith("dpcompanion.reproduction") for name in names), f"{file} imports {names}"
+            assert not any(name.startswith("dpcompanion.reproduction") for name in names), (
+                f"{file} imports {names}"
+            )
 
 
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
@@ -246,7 +301,10 @@ def test_a_form_for_issues_is_one(form):
     fields = yaml.safe_load(form.read_text())
     assert fields["name"] and fields["description"] and fields["body"]
     kinds = {"input", "textarea", "checkboxes"}
-    assert all(field["type"] in kinds and field["attributes"]["label"] and field["id"] for field in fields["body"])
+    assert all(
+        field["type"] in kinds and field["attributes"]["label"] and field["id"]
+        for field in fields["body"]
+    )
     assert len({field["id"] for field in fields["body"]}) == len(fields["body"])
 
 
@@ -265,7 +323,9 @@ def test_docstrings_write_formulas_in_one_way():
     for file in (ROOT / "dpcompanion").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-                assert "$" not in (ast.get_docstring(node) or ""), f"{file}: a formula that is no :math:"
+                assert "$" not in (ast.get_docstring(node) or ""), (
+                    f"{file}: a formula that is no :math:"
+                )
 
 
 def test_the_end_says_what_was_proved_and_is_red_if_anything_is(monkeypatch, capsys):
@@ -280,7 +340,11 @@ def test_the_end_says_what_was_proved_and_is_red_if_anything_is(monkeypatch, cap
     assert prove.main("test") == 1
     end = capsys.readouterr().out.partition("== what was proved")[2].splitlines()
     end = [re.sub(r" \(\d+\.\d min\)", "", line) for line in end]
-    assert "proved: good: 7 passed" in end and "FAILED: bad: 8 failed" in end and not any("unseen" in x for x in end)
+    assert (
+        "proved: good: 7 passed" in end
+        and "FAILED: bad: 8 failed" in end
+        and not any("unseen" in x for x in end)
+    )
     assert "proved: beside: 9 passed" in end
     assert "not tried: no node (3)" in end and any("no browser" in line for line in end)
     assert any("make prove" in line and "long" in line for line in end)
@@ -292,7 +356,9 @@ def test_the_end_says_what_was_proved_and_is_red_if_anything_is(monkeypatch, cap
 
 def test_the_steps_call_what_the_repository_has():
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for command in [command for lanes in prove.STEPS.values() for steps in lanes for command in steps.values()]:
+    for command in [
+        command for lanes in prove.STEPS.values() for steps in lanes for command in steps.values()
+    ]:
         if command[0] == "make":
             assert [word for word in command[2:] if "=" not in word][0] in targets
         else:
@@ -300,4 +366,7 @@ def test_the_steps_call_what_the_repository_has():
 
 
 def test_buttons_for_binder_and_colab_are_off_until_an_address_is_set():
-    assert yaml.safe_load((ROOT / "_config.yml").read_text())["sphinx"]["config"]["public_repository"] == ""
+    assert (
+        yaml.safe_load((ROOT / "_config.yml").read_text())["sphinx"]["config"]["public_repository"]
+        == ""
+    )

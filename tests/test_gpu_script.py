@@ -15,11 +15,15 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 @pytest.fixture
 def run_tasks(monkeypatch, tmp_path, capsys):
-    """A function that runs the script with the given tasks, {name: Python code}: (status, what it said)."""
+    """A function that runs the script with the given tasks, {name: Python code}: (status, what it
+    said).
+    """
 
     def call(tasks, *arguments):
         monkeypatch.setattr(
-            gpu, "tasks", lambda options: {name: [sys.executable, "-c", code] for name, code in tasks.items()}
+            gpu,
+            "tasks",
+            lambda options: {name: [sys.executable, "-c", code] for name, code in tasks.items()},
         )
         status = gpu.main(["--out", str(tmp_path), "--device", "cpu", *arguments])
         return status, capsys.readouterr().out
@@ -28,13 +32,17 @@ def run_tasks(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("sent", ["SIGTERM", "SIGINT"])
-def test_what_is_cut_off_may_keep_what_it_has_and_is_done_by_the_next_call(run_tasks, tmp_path, capsys, sent):
+def test_what_is_cut_off_may_keep_what_it_has_and_is_done_by_the_next_call(
+    run_tasks, tmp_path, capsys, sent
+):
     kept = tmp_path / "kept"
     slow = (
-        f"import os, signal, time\ntry:\n    os.kill({os.getpid()}, signal.{sent})\n    time.sleep(1e6)\n"
+        f"import os, signal, time\ntry:\n    os.kill({os.getpid()}, signal.{sent})\n    "
+        "time.sleep(1e6)\n"
         f"except KeyboardInterrupt:\n    open({str(kept)!r}, 'w').close()"
     )
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as where a shell runs it in the background
+    # as where a shell runs it in the background
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     with pytest.raises(KeyboardInterrupt):
         run_tasks({"first": "pass", "second": slow, "third": "pass"})
     assert signal.signal(signal.SIGINT, before) is signal.SIG_IGN and kept.exists()
@@ -47,7 +55,11 @@ def test_a_command_ends_with_its_time_and_none_begins_after_it(run_tasks, tmp_pa
     assert gpu.attempt([sys.executable, "-c", "import time; time.sleep(1e6)"], seconds=0) is None
     assert gpu.attempt([sys.executable, "-c", "raise SystemExit(9)"]) == 9
     status, said = run_tasks({"first": "pass", "second": "pass"}, "--minutes", "0")
-    assert status == 3 and "left for the next call: first, second" in said and not list(tmp_path.iterdir())
+    assert (
+        status == 3
+        and "left for the next call: first, second" in said
+        and not list(tmp_path.iterdir())
+    )
 
 
 def test_what_fails_keeps_nothing_else_from_running_and_is_tried_again(run_tasks):
@@ -57,13 +69,25 @@ def test_what_fails_keeps_nothing_else_from_running_and_is_tried_again(run_tasks
 
 
 @pytest.mark.slow
-def test_the_records_are_those_that_the_book_says_remain_with_its_seeds_and_days_come_last(tmp_path, capsys):
-    left = [how for one in scoreboard.exhibit_statuses() for how in (one.to_do, one.more_seeds) if how]
-    commands = [command for _, how in left for command in how.split(" && ") if command.startswith("dpcompanion")]
+def test_the_records_are_those_that_the_book_says_remain_with_its_seeds_and_days_come_last(
+    tmp_path, capsys
+):
+    left = [
+        how for one in scoreboard.exhibit_statuses() for how in (one.to_do, one.more_seeds) if how
+    ]
+    commands = [
+        command
+        for _, how in left
+        for command in how.split(" && ")
+        if command.startswith("dpcompanion")
+    ]
     found = gpu.remaining()
     assert commands and {command.split()[2] for command in commands} == set(found)
     for command in commands:
-        assert " --seeds " not in command or " ".join(found[command.split()[2]]) == command.partition(" --seeds ")[2]
+        assert (
+            " --seeds " not in command
+            or " ".join(found[command.split()[2]]) == command.partition(" --seeds ")[2]
+        )
     order = list(found)
     assert order.index("gradients-look-alike/figure-3") < order.index("idp-sgd/figure-2")
     assert gpu.main(["--list", "--out", str(tmp_path)]) == 0

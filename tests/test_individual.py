@@ -27,7 +27,8 @@ MODES = [
     dict(rounding=0.01, accountant="pld"),
 ]
 ALL_MODES = [*MODES, dict(rounding=None, accountant="pld")]
-BY_RENYI_FIRST = [*MODES[:2], pytest.param(MODES[2], marks=pytest.mark.slow)]  # by loss distributions takes seconds
+# by loss distributions takes seconds
+BY_RENYI_FIRST = [*MODES[:2], pytest.param(MODES[2], marks=pytest.mark.slow)]
 
 
 def history(n, updates, seed=0):
@@ -54,7 +55,13 @@ def charges(draw, n=5):
         examples = draw(st.lists(st.integers(0, n - 1), max_size=7))
         norms = draw(st.lists(st.floats(0, 1), min_size=len(examples), max_size=len(examples)))
         steps = draw(st.lists(st.integers(0, 40), min_size=len(examples), max_size=len(examples)))
-        parts.append((examples, torch.tensor(norms, dtype=torch.float64), torch.tensor(steps, dtype=torch.int64)))
+        parts.append(
+            (
+                examples,
+                torch.tensor(norms, dtype=torch.float64),
+                torch.tensor(steps, dtype=torch.int64),
+            )
+        )
     return parts
 
 
@@ -95,13 +102,20 @@ def test_a_zero_norm_costs_nothing(mode):
 
 def test_without_rounding_the_account_is_the_direct_sum_within_a_thousandth_above():
     norms = history(12, 20)
-    ours, exact = recorded(norms, steps=10, rounding=None, accountant="rdp").epsilon(1e-5), direct(norms, 10, 1e-5)
+    ours, exact = (
+        recorded(norms, steps=10, rounding=None, accountant="rdp").epsilon(1e-5),
+        direct(norms, 10, 1e-5),
+    )
     used = exact > 0.02  # below, orders above 1024 make ours the smaller bound
     assert used.sum() > 5
     assert ((ours / exact)[used] <= 1.001).all() and ((ours / exact)[used] >= 1 - 1e-6).all()
 
 
-@given(st.lists(st.floats(0, 2), min_size=1, max_size=8), st.sampled_from([0.01, 0.1, 0.3]), st.integers(1, 5000))
+@given(
+    st.lists(st.floats(0, 2), min_size=1, max_size=8),
+    st.sampled_from([0.01, 0.1, 0.3]),
+    st.integers(1, 5000),
+)
 @settings(max_examples=30, deadline=None)
 def test_rounding_is_upwards_and_by_at_most_one_level(norms, rounding, steps):
     accountant = IndividualAccountant(len(norms), **RUN, rounding=rounding)
@@ -152,7 +166,9 @@ def test_state_is_saved_restored_and_merged(mode):
 @pytest.mark.parametrize("mode", BY_RENYI_FIRST)
 @given(parts=charges(), saved=st.booleans())
 @settings(max_examples=12, deadline=None)
-def test_charging_some_examples_equals_charging_all_with_zero_norms_for_the_others(mode, parts, saved):
+def test_charging_some_examples_equals_charging_all_with_zero_norms_for_the_others(
+    mode, parts, saved
+):
     some, plain = (IndividualAccountant(5, **{**RUN, **mode}) for _ in range(2))
     taken = [0] * 5
     for examples, norms, steps in parts:
@@ -170,7 +186,8 @@ def test_charging_some_examples_equals_charging_all_with_zero_norms_for_the_othe
         if mode["rounding"]
         else torch.allclose(kept.double(), whole.double(), rtol=1e-12, atol=0)
     )
-    # One has everybody's steps on the record, the other those charged; nobody's account exceeds everybody's.
+    # One has everybody's steps on the record, the other those charged; nobody's account exceeds
+    # everybody's.
     found, expected = (account.epsilon(1e-5, unequal_steps=True) for account in (some, plain))
     assert torch.allclose(found, expected, rtol=5e-3, atol=0)
 
@@ -192,11 +209,17 @@ def test_steps_for_all_steps_for_each_and_examples_by_index_charge_alike(mode):
 
 def test_pending_charges_do_not_share_tensors_with_the_caller():
     accountant = IndividualAccountant(3, **RUN, rounding=None, accountant="rdp")
-    norms, steps, examples = torch.tensor([0.5], dtype=torch.float64), torch.tensor([900]), torch.tensor([1])
+    norms, steps, examples = (
+        torch.tensor([0.5], dtype=torch.float64),
+        torch.tensor([900]),
+        torch.tensor([1]),
+    )
     accountant.record(norms, steps=steps, examples=examples)
     norms[:], steps[:], examples[:] = 0, 1, 2
     zero, some, none = accountant.epsilon(1e-5, unequal_steps=True)
-    assert zero == none == 0 and float(some) == pytest.approx(float(direct(torch.tensor([[0.5]]), 900, 1e-5)), rel=1e-3)
+    assert zero == none == 0 and float(some) == pytest.approx(
+        float(direct(torch.tensor([[0.5]]), 900, 1e-5)), rel=1e-3
+    )
 
 
 def test_pending_norms_are_summed_when_there_are_too_many(monkeypatch):
@@ -213,7 +236,11 @@ def test_pending_norms_are_summed_when_there_are_too_many(monkeypatch):
     torch.testing.assert_close(*accounts, rtol=1e-12, atol=0)
     norms = norms / RUN["max_grad_norm"]
     whole, pieces = (
-        Divergences(40, **{key: RUN[key] for key in ("sample_rate", "noise_multiplier")}, device=torch.device("cpu"))
+        Divergences(
+            40,
+            **{key: RUN[key] for key in ("sample_rate", "noise_multiplier")},
+            device=torch.device("cpu"),
+        )
         for _ in range(2)
     )
     monkeypatch.setattr(divergences, "WAITING", 2000)
@@ -242,7 +269,9 @@ def test_arrays_in_low_precision_are_rounded_up_as_tensors_are(precision):
         for accountant, each in zip(accounts, (told, torch.from_numpy(norms))):
             accountant.record(each, steps=100)
         assert torch.equal(*(accountant.levels for accountant in accounts))
-    assert (accounts[0].levels * RUN["max_grad_norm"] > torch.from_numpy(norms).double().sort().values).all()
+    assert (
+        accounts[0].levels * RUN["max_grad_norm"] > torch.from_numpy(norms).double().sort().values
+    ).all()
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
@@ -274,21 +303,31 @@ def test_a_delta_that_is_no_normal_float_is_refused_and_the_least_one_is_a_bound
 
 @pytest.mark.parametrize("mode", [dict(rounding=0.1), dict(rounding=None)])
 def test_levels_and_states_are_copies(mode):
-    """What was done to `levels`, to a state or to what had been loaded made accounts ten times too small."""
+    """What was done to `levels`, to a state or to what had been loaded made accounts ten times too
+    small.
+    """
     first = recorded(history(4, 3), **mode)
     before, state = first.epsilon(1e-5), first.state_dict()
     restored = IndividualAccountant(4, **RUN, **mode)
     restored.load_state_dict(state)
-    for tensor in (first.levels, restored.levels, *(value for value in state.values() if torch.is_tensor(value))):
+    for tensor in (
+        first.levels,
+        restored.levels,
+        *(value for value in state.values() if torch.is_tensor(value)),
+    ):
         tensor.zero_()
     assert torch.equal(first.epsilon(1e-5), before) and torch.equal(restored.epsilon(1e-5), before)
 
 
-@pytest.mark.parametrize("mode", [*ALL_MODES, dict(rounding=None, accountant="pld", noise_multiplier=0.005)])
+@pytest.mark.parametrize(
+    "mode", [*ALL_MODES, dict(rounding=None, accountant="pld", noise_multiplier=0.005)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.slow
 def test_accounts_are_the_same_whatever_pytorch_takes_for_the_usual_precision(mode, dtype):
-    """The quotient of two whole numbers is of the default dtype: chords of a table lay far below the divergence."""
+    """The quotient of two whole numbers is of the default dtype: chords of a table lay far below
+    the divergence.
+    """
 
     def account():
         accountant = IndividualAccountant(20, **RUN | mode)
@@ -311,12 +350,20 @@ def test_many_examples_in_pieces_give_what_few_give():
     for mode in MODES:
         few = recorded(norms, **mode).epsilon(1e-5)
         many = recorded(norms.repeat(1, 1000), **mode).epsilon(1e-5)
-        assert torch.allclose(many, few.repeat(1000), rtol=1e-12 if mode["accountant"] == "rdp" else 1e-9, atol=0)
+        assert torch.allclose(
+            many, few.repeat(1000), rtol=1e-12 if mode["accountant"] == "rdp" else 1e-9, atol=0
+        )
 
 
 def test_the_accountant_is_that_of_the_plan_and_pld_by_default():
-    plan = DPSGDPlan(n=3, sample_rate=0.02, steps=10, max_grad_norm=0.7, noise_multiplier=1.5, delta=1e-5)
-    assert IndividualAccountant(3, **RUN).accountant == IndividualAccountant.for_plan(plan).accountant == "pld"
+    plan = DPSGDPlan(
+        n=3, sample_rate=0.02, steps=10, max_grad_norm=0.7, noise_multiplier=1.5, delta=1e-5
+    )
+    assert (
+        IndividualAccountant(3, **RUN).accountant
+        == IndividualAccountant.for_plan(plan).accountant
+        == "pld"
+    )
     by_rdp = dataclasses.replace(plan, accountant="rdp")
     assert IndividualAccountant.for_plan(by_rdp).accountant == "rdp"
     assert IndividualAccountant.for_plan(by_rdp, accountant="pld").accountant == "pld"
@@ -327,7 +374,9 @@ def test_without_rounding_loss_distributions_take_few_norms_as_they_are():
     norms = history(6, 4, seed=1)
     accountant = recorded(norms, rounding=None, accountant="pld")
     shares = (norms / RUN["max_grad_norm"]).clamp(max=1)
-    assert torch.equal(accountant.levels, shares[shares > 0].unique()) and accountant.rounding is None
+    assert (
+        torch.equal(accountant.levels, shares[shares > 0].unique()) and accountant.rounding is None
+    )
     counts = torch.stack([(3 * (shares == level)).sum(dim=0) for level in accountant.levels], dim=1)
     exact = epsilon_of_histories(
         counts,
@@ -336,16 +385,25 @@ def test_without_rounding_loss_distributions_take_few_norms_as_they_are():
         noise_multipliers=RUN["noise_multiplier"] / accountant.levels,
     )
     assert torch.equal(accountant.epsilon(1e-5), exact)
-    assert (exact <= recorded(norms, rounding=0.01, accountant="pld").epsilon(1e-5) * (1 + 1e-9)).all()
+    assert (
+        exact <= recorded(norms, rounding=0.01, accountant="pld").epsilon(1e-5) * (1 + 1e-9)
+    ).all()
 
 
 @pytest.mark.slow
 def test_many_distinct_norms_are_a_bound_between_the_exact_account_and_a_fine_grid():
-    """More norms than nodes: each is a mixture of two. The account of each example alone discretises all its norms."""
+    """More norms than nodes: each is a mixture of two. The account of each example alone
+    discretises all its norms.
+    """
     norms = history(12, 20, seed=2)
     together = recorded(norms, rounding=None, accountant="pld")
     assert len(together.levels) > 150
-    alone = torch.cat([recorded(norms[:, i : i + 1], rounding=None, accountant="pld").epsilon(1e-5) for i in range(12)])
+    alone = torch.cat(
+        [
+            recorded(norms[:, i : i + 1], rounding=None, accountant="pld").epsilon(1e-5)
+            for i in range(12)
+        ]
+    )
     found = together.epsilon(1e-5)
     # Either is off by what a grid of losses adds, a thousandth.
     assert (found >= alone * (1 - 1e-3)).all() and (found <= alone * 1.004 + 1e-5).all()
@@ -353,7 +411,8 @@ def test_many_distinct_norms_are_a_bound_between_the_exact_account_and_a_fine_gr
 
 
 @pytest.mark.parametrize(
-    "limit", [dict(DISTINCT=50), pytest.param(dict(_COUNTS=50 * 30, _LEAST=1), marks=pytest.mark.slow)]
+    "limit",
+    [dict(DISTINCT=50), pytest.param(dict(_COUNTS=50 * 30, _LEAST=1), marks=pytest.mark.slow)],
 )
 def test_too_many_distinct_norms_are_rounded_up_to_a_grid_and_stay_a_bound(limit, monkeypatch):
     for name, value in limit.items():
@@ -371,7 +430,9 @@ def test_too_many_distinct_norms_are_rounded_up_to_a_grid_and_stay_a_bound(limit
     assert torch.equal(few.epsilon(1e-5), all_at_once.epsilon(1e-5))
     exact = direct(norms, 3, 1e-5)
     assert (few.charged(norms[0]) >= norms[0].clamp(max=0.7) * (1 - 1e-12)).all()
-    fine = torch.cat([recorded(norms[:, i : i + 1], rounding=None).epsilon(1e-5) for i in range(30)])
+    fine = torch.cat(
+        [recorded(norms[:, i : i + 1], rounding=None).epsilon(1e-5) for i in range(30)]
+    )
     assert (few.epsilon(1e-5) >= fine * (1 - 1e-3)).all() and (fine <= exact).all()
     part, rest = (IndividualAccountant(30, **RUN, rounding=None) for _ in range(2))
     part.record(norms[0], steps=3)
@@ -391,12 +452,18 @@ def test_too_many_distinct_norms_are_rounded_up_to_a_grid_and_stay_a_bound(limit
 @pytest.mark.slow
 def test_no_individual_epsilon_exceeds_that_of_the_run(mode, parts, delta, run):
     rate, noise = run
-    accountant = IndividualAccountant(5, sample_rate=rate, noise_multiplier=noise, max_grad_norm=0.7, **mode)
+    accountant = IndividualAccountant(
+        5, sample_rate=rate, noise_multiplier=noise, max_grad_norm=0.7, **mode
+    )
     for examples, norms, steps in parts:
         accountant.record(norms, steps, examples)
     accountant.record([0.7, 0.7, 0.1, 0.0, 9.0], steps=200)
     everybody = compute_epsilon(
-        sample_rate=rate, noise_multiplier=noise, steps=accountant.steps, delta=delta, accountant=accountant.accountant
+        sample_rate=rate,
+        noise_multiplier=noise,
+        steps=accountant.steps,
+        delta=delta,
+        accountant=accountant.accountant,
     )
     assert float(accountant.epsilon(delta, unequal_steps=True).max()) <= everybody
 
@@ -415,31 +482,61 @@ def test_an_example_at_the_clip_norm_has_the_epsilon_of_the_plan(mode):
     accountant = IndividualAccountant.for_plan(plan, rounding=mode["rounding"])
     accountant.record([0.7, 0.2], steps=300)
     epsilon = accountant.epsilon(plan.delta).tolist()
-    assert plan.epsilon() * (1 - 1e-3) <= epsilon[0] <= plan.epsilon() and epsilon[1] < 0.5 * epsilon[0]
+    assert (
+        plan.epsilon() * (1 - 1e-3) <= epsilon[0] <= plan.epsilon()
+        and epsilon[1] < 0.5 * epsilon[0]
+    )
 
 
 def test_bad_parameters_are_refused_by_name():
     numbers = dict(n=[0], sample_rate=[0, 1.1], noise_multiplier=[0], max_grad_norm=[math.inf])
-    refuses(IndividualAccountant, dict(n=3, **RUN), **numbers, rounding=[0, 1.5, 1e-20], accountant=["gdp"])
+    refuses(
+        IndividualAccountant,
+        dict(n=3, **RUN),
+        **numbers,
+        rounding=[0, 1.5, 1e-20],
+        accountant=["gdp"],
+    )
     refuses(IndividualAccountant(3, **RUN).epsilon, {}, delta=[1.0])
 
 
 @pytest.mark.parametrize("rounding", [0.01, None])
 def test_bad_records_are_refused_by_name_and_leave_the_account_as_it_was(rounding):
     account = IndividualAccountant(3, **RUN, rounding=rounding)
-    lists = [[0.1, 0.2], [0.1, -0.2, 0.0], [0.1, math.nan, 0.0], [0.1, math.inf, 0.0], ["0.1", "0.2", "0.3"]]
+    lists = [
+        [0.1, 0.2],
+        [0.1, -0.2, 0.0],
+        [0.1, math.nan, 0.0],
+        [0.1, math.inf, 0.0],
+        ["0.1", "0.2", "0.3"],
+    ]
     lists += [[0.1, 0.2j, 0.0], [[0.1], [0.2, 0.3], 0.0]]
     arrays = [np.array([0.1, 0.2j, 0.0]), np.array([0.1, 0.2, 0.0], dtype=object)]
     tensors = [torch.tensor([0.1, 0.2j, 0.0]), torch.tensor([0.1, 0.2, 0.0]).to_sparse()]
     refuses(account.record, {}, norms=[*lists, *arrays, *tensors])
     all_three, two = dict(norms=[0.1] * 3), dict(norms=[0.1, 0.1], examples=[0, 1])
-    refuses(account.record, all_three, steps=[torch.tensor([1, 2]), 1.5, 10**400, -1], examples=[[True, False, True]])
+    refuses(
+        account.record,
+        all_three,
+        steps=[torch.tensor([1, 2]), 1.5, 10**400, -1],
+        examples=[[True, False, True]],
+    )
     refuses(account.record, two, steps=[torch.tensor([1, -1]), torch.tensor([1.0, 2.0])])
     refuses(account.record, dict(norms=[0.1]), examples=[[3], [-1], [0.5], 1])
     refuses(account.record, dict(examples=[1]), norms=[[0.1, 0.2]])
-    refuses(account.record, dict(norms=[0.1], examples=[0]), steps=[torch.tensor([2**63 - 1]), torch.tensor([1j])])
-    refuses(account.record, dict(norms=[0.1] * 4, examples=[0] * 4), steps=[torch.tensor([2**62] * 4)])
-    refuses(account.record, dict(norms=[0.1] * 2, examples=[0] * 2), steps=[torch.tensor([2**31 - 1] * 2)])
+    refuses(
+        account.record,
+        dict(norms=[0.1], examples=[0]),
+        steps=[torch.tensor([2**63 - 1]), torch.tensor([1j])],
+    )
+    refuses(
+        account.record, dict(norms=[0.1] * 4, examples=[0] * 4), steps=[torch.tensor([2**62] * 4)]
+    )
+    refuses(
+        account.record,
+        dict(norms=[0.1] * 2, examples=[0] * 2),
+        steps=[torch.tensor([2**31 - 1] * 2)],
+    )
     assert account.steps == 0 and (account.epsilon(1e-5) == 0).all()
 
 
@@ -449,7 +546,9 @@ def test_a_log_of_sampled_examples_is_refused_as_an_account_and_estimates_what_a
     run = dict(sample_rate=rate, noise_multiplier=1.0, max_grad_norm=1.0, **mode)
     draws = torch.rand(steps, n, generator=torch.Generator().manual_seed(0)) < rate
     falling = torch.linspace(1.2, 0.2, steps, dtype=torch.float64)
-    norms = torch.where(torch.arange(n) < 20, 1.0, torch.where(torch.arange(n) < 40, falling[:, None], 0.4)).double()
+    norms = torch.where(
+        torch.arange(n) < 20, 1.0, torch.where(torch.arange(n) < 40, falling[:, None], 0.4)
+    ).double()
     whole, log = (IndividualAccountant(n, **run) for _ in range(2))
     for drawn, update in zip(draws, norms):
         whole.record(update)
@@ -468,7 +567,9 @@ def test_an_example_that_was_never_sampled_is_estimated_at_the_clip_norm(mode):
     log = IndividualAccountant(2, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=0.5, **mode)
     log.record([0.0], steps=7, examples=[0])
     estimate = log.estimate_from_sampled(1e-5, steps=100)
-    most = compute_epsilon(sample_rate=0.1, noise_multiplier=1.0, steps=100, delta=1e-5, accountant=log.accountant)
+    most = compute_epsilon(
+        sample_rate=0.1, noise_multiplier=1.0, steps=100, delta=1e-5, accountant=log.accountant
+    )
     assert float(estimate[0]) == 0 and float(estimate[1]) == pytest.approx(most, rel=2e-3)
     refused("steps", log.estimate_from_sampled, 1e-5, steps=6)
 
@@ -481,7 +582,10 @@ def test_an_empty_batch_charges_no_example():
 
 
 def test_the_state_of_another_run_is_refused():
-    one, other = IndividualAccountant(3, **RUN), IndividualAccountant(3, **{**RUN, "sample_rate": 0.5})
+    one, other = (
+        IndividualAccountant(3, **RUN),
+        IndividualAccountant(3, **{**RUN, "sample_rate": 0.5}),
+    )
     refuses(one.load_state_dict, {}, state=[other.state_dict(), None])
     refuses(one.merge, {}, other=[other])
 
@@ -506,42 +610,61 @@ def test_a_state_that_cannot_be_an_account_is_refused_and_changes_nothing(mode):
     whole = recorded(history(4, 3), **mode)
     good, before = whole.state_dict(), whole.epsilon(1e-5)
     for name in good:
-        for state in ({**good, name: None}, {key: value for key, value in good.items() if key != name}):
+        for state in (
+            {**good, name: None},
+            {key: value for key, value in good.items() if key != name},
+        ):
             refused(f"state.*{name}", whole.load_state_dict, state)
     steps, accounts = good["steps"], good["accounts"]
     bad = dict(steps=[-1, 2.5, steps[:2], steps - 10, steps.double()])
     bad["accounts"] = [accounts - 100, accounts.float(), accounts[:2]]
     if mode["rounding"] or mode["accountant"] == "pld":
-        bad["steps"] += [steps - 1, steps - torch.tensor([0, 0, 1, 0])]  # a count of more steps than there were
+        # a count of more steps than there were
+        bad["steps"] += [steps - 1, steps - torch.tensor([0, 0, 1, 0])]
     else:
         bad["accounts"].append(torch.full_like(accounts, math.nan))
     refuses(
-        whole.load_state_dict, {}, state=[{**good, name: value} for name, values in bad.items() for value in values]
+        whole.load_state_dict,
+        {},
+        state=[{**good, name: value} for name, values in bad.items() for value in values],
     )
     assert torch.equal(whole.epsilon(1e-5), before)
 
 
-@pytest.mark.parametrize("delta", [1e-2, *(pytest.param(delta, marks=pytest.mark.slow) for delta in (1e-5, 1e-12))])
+@pytest.mark.parametrize(
+    "delta", [1e-2, *(pytest.param(delta, marks=pytest.mark.slow) for delta in (1e-5, 1e-12))]
+)
 @pytest.mark.parametrize("rounding", [0.05, None])
 def test_the_least_epsilon_over_some_orders_is_that_over_all(rounding, delta):
     generator = torch.Generator().manual_seed(3)
     for noise, rate, steps in ((0.4, 0.02, 50), (1.0, 0.01, 3000), (20.0, 1.0, 7)):
         accountant = IndividualAccountant(
-            500, sample_rate=rate, noise_multiplier=noise, max_grad_norm=1.0, rounding=rounding, accountant="rdp"
+            500,
+            sample_rate=rate,
+            noise_multiplier=noise,
+            max_grad_norm=1.0,
+            rounding=rounding,
+            accountant="rdp",
         )
         norms = torch.rand(500, generator=generator, dtype=torch.float64) ** 4
         norms[0] = 0.0
         accountant.record(norms, steps=steps)
         found = accountant.epsilon(delta)
         if rounding is None:
-            sums = Divergences(500, sample_rate=rate, noise_multiplier=noise, device=torch.device("cpu"))
+            sums = Divergences(
+                500, sample_rate=rate, noise_multiplier=noise, device=torch.device("cpu")
+            )
             orders, rdp = sums.orders, interpolate(norms, sums.table) * steps
         else:
-            orders = torch.tensor(orders_for(noise / float(accountant.levels[0])), dtype=torch.float64)
+            orders = torch.tensor(
+                orders_for(noise / float(accountant.levels[0])), dtype=torch.float64
+            )
             rdp = accountant.state_dict()["accounts"].double() @ rdp_of_shares(
                 accountant.levels, orders.tolist(), sample_rate=rate, noise_multiplier=noise
             )
-        torch.testing.assert_close(found, rdp_to_epsilon(rdp, orders, delta)[0], rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(
+            found, rdp_to_epsilon(rdp, orders, delta)[0], rtol=1e-12, atol=1e-15
+        )
 
 
 def counts(accountant):
@@ -595,17 +718,28 @@ def test_accounts_where_a_step_shows_who_was_in_it_fit_in_memory(noise, rounding
     everybody, smaller, least, none = accountant.epsilon(1e-5).tolist()
     assert everybody == compute_epsilon(**run, steps=10, delta=1e-5) and none == 0
     for share, found in ((0.4, smaller), (0.2, least)):
-        own = compute_epsilon(sample_rate=0.01, noise_multiplier=noise / share, steps=10, delta=1e-5)
+        own = compute_epsilon(
+            sample_rate=0.01, noise_multiplier=noise / share, steps=10, delta=1e-5
+        )
         assert own * (1 - 1e-6) <= found <= 1.01 * own < everybody
 
 
-@pytest.mark.parametrize("noise", [1e-100, *(pytest.param(noise, marks=pytest.mark.slow) for noise in (9e-3, 1e-5))])
+@pytest.mark.parametrize(
+    "noise", [1e-100, *(pytest.param(noise, marks=pytest.mark.slow) for noise in (9e-3, 1e-5))]
+)
 def test_an_account_by_renyi_without_rounding_has_an_answer_however_little_noise_there_is(noise):
     account = IndividualAccountant(
-        3, accountant="rdp", rounding=None, sample_rate=0.1, noise_multiplier=noise, max_grad_norm=1.0
+        3,
+        accountant="rdp",
+        rounding=None,
+        sample_rate=0.1,
+        noise_multiplier=noise,
+        max_grad_norm=1.0,
     )
     account.record([0.0, 0.1, 1.0])
-    everybody = compute_epsilon(sample_rate=0.1, noise_multiplier=noise, steps=1, delta=1e-5, accountant="rdp")
+    everybody = compute_epsilon(
+        sample_rate=0.1, noise_multiplier=noise, steps=1, delta=1e-5, accountant="rdp"
+    )
     own = compute_epsilon(sample_rate=0.1, noise_multiplier=noise * 10, steps=1, delta=1e-5)
     none, tenth, whole = account.epsilon(1e-5).tolist()
     assert none == 0 and own * (1 - 1e-6) <= tenth < whole == pytest.approx(everybody)
@@ -623,7 +757,12 @@ def test_an_account_of_a_plan_whose_floats_count_is_refused():
         parameters=10**6,
     )
     refused("arithmetic", IndividualAccountant.for_plan, plan)
-    assert IndividualAccountant.for_plan(dataclasses.replace(plan, arithmetic="real", parameters=None)).n == 100
+    assert (
+        IndividualAccountant.for_plan(
+            dataclasses.replace(plan, arithmetic="real", parameters=None)
+        ).n
+        == 100
+    )
 
 
 def test_rates_that_floats_can_hardly_hold_have_accounts():

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from dpcompanion.accounting import compute_epsilon, gaussian_epsilon, rdp_sampled_gaussian, rdp_to_epsilon, trade_off
+from dpcompanion.accounting import (
+    compute_epsilon,
+    gaussian_epsilon,
+    rdp_sampled_gaussian,
+    rdp_to_epsilon,
+    trade_off,
+)
 from dpcompanion.accounting.histories import epsilon_of_histories
 from dpcompanion.idp import budgets_for, scale_parameters
 from dpcompanion.individual import IndividualAccountant
@@ -15,25 +21,41 @@ RUN = dict(sample_rate=0.01, steps=100)
 
 
 def recorded(norms, examples=(0, 1, 2), steps=(9, 9, 9)):
-    account = IndividualAccountant(3, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=4.0, accountant="rdp")
+    account = IndividualAccountant(
+        3, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=4.0, accountant="rdp"
+    )
     account.record(norms, steps if hasattr(steps, "to_numpy") else torch.tensor(steps), examples)
     return account.epsilon(1e-5)
 
 
 TAKEN = {
-    "compute_epsilon": lambda v: compute_epsilon(noise_multiplier=v, delta=1e-5, accountant="rdp", **RUN),
+    "compute_epsilon": lambda v: compute_epsilon(
+        noise_multiplier=v, delta=1e-5, accountant="rdp", **RUN
+    ),
     "rdp": lambda v: rdp_sampled_gaussian(sample_rate=0.1, noise_multiplier=v, orders=v + 1),
     "rdp_to_epsilon": lambda v: rdp_to_epsilon(v, v + 1, 1e-5)[0],
     "gaussian_epsilon": lambda v: gaussian_epsilon(v, 1e-5),
-    "trade_off": lambda v: trade_off(sample_rate=1.0, noise_multiplier=1.0, steps=1, false_positive_rate=v / 9),
-    "histories": lambda v: epsilon_of_histories([[1, 2, 3]], sample_rate=1.0, noise_multipliers=v, delta=1e-5),
-    "scale": lambda v: scale_parameters(v, [1, 1, 2], target_delta=1e-5, max_grad_norm=1.0, **RUN).max_grad_norms,
-    "counts": lambda v: scale_parameters(VALUES, v, target_delta=1e-5, max_grad_norm=1.0, **RUN).max_grad_norms,
+    "trade_off": lambda v: trade_off(
+        sample_rate=1.0, noise_multiplier=1.0, steps=1, false_positive_rate=v / 9
+    ),
+    "histories": lambda v: epsilon_of_histories(
+        [[1, 2, 3]], sample_rate=1.0, noise_multipliers=v, delta=1e-5
+    ),
+    "scale": lambda v: (
+        scale_parameters(v, [1, 1, 2], target_delta=1e-5, max_grad_norm=1.0, **RUN).max_grad_norms
+    ),
+    "counts": lambda v: (
+        scale_parameters(VALUES, v, target_delta=1e-5, max_grad_norm=1.0, **RUN).max_grad_norms
+    ),
     "budgets": lambda v: budgets_for(v, 3),
     "norms": recorded,
-    "steps": lambda v: recorded(VALUES, steps=(0 * v + 4).astype(int) if hasattr(v, "astype") else [4, 4, 4]),
+    "steps": lambda v: recorded(
+        VALUES, steps=(0 * v + 4).astype(int) if hasattr(v, "astype") else [4, 4, 4]
+    ),
     "plan": lambda v: (
-        DPSGDPlan(n=3, sample_rate=0.1, steps=2, max_grad_norm=v, noise_multiplier=1.0, delta=1e-5).max_grad_norm
+        DPSGDPlan(
+            n=3, sample_rate=0.1, steps=2, max_grad_norm=v, noise_multiplier=1.0, delta=1e-5
+        ).max_grad_norm
     ),
 }
 
@@ -42,16 +64,25 @@ TAKEN = {
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_series_counts_as_its_values_whatever_its_labels(name, index):
     plain = TAKEN[name](torch.tensor(VALUES, dtype=torch.float64))
-    assert torch.equal(torch.as_tensor(TAKEN[name](pandas.Series(VALUES, index=index))), torch.as_tensor(plain))
+    assert torch.equal(
+        torch.as_tensor(TAKEN[name](pandas.Series(VALUES, index=index))), torch.as_tensor(plain)
+    )
 
 
 def test_a_frame_counts_as_a_matrix_and_text_is_refused_by_name():
     frame = pandas.DataFrame([[1.0, 2.0], [3.0, 4.0]], index=[5, 2], columns=["a", "b"])
     found = compute_epsilon(noise_multiplier=frame, delta=1e-5, accountant="rdp", **RUN)
     assert torch.equal(
-        found, compute_epsilon(noise_multiplier=frame.values.tolist(), delta=1e-5, accountant="rdp", **RUN)
+        found,
+        compute_epsilon(
+            noise_multiplier=frame.values.tolist(), delta=1e-5, accountant="rdp", **RUN
+        ),
     )
-    for wrong in (pandas.Series(["1", "x"]), pandas.Series([1.0, None], dtype="Float64"), pandas.Series([1.0, None])):
+    for wrong in (
+        pandas.Series(["1", "x"]),
+        pandas.Series([1.0, None], dtype="Float64"),
+        pandas.Series([1.0, None]),
+    ):
         with pytest.raises(ValueError, match="noise_multiplier"):
             compute_epsilon(noise_multiplier=wrong, delta=1e-5, **RUN)
         with pytest.raises(ValueError, match="target_epsilons"):

@@ -1,8 +1,9 @@
-"""What can be counted of the language of the pages: short sentences, plain words for terms, pronouns without a subject.
+"""What can be counted of the language of the pages: short sentences, plain words for terms,
+pronouns without a subject.
 
-Counted per thousand words of prose, as a page opens. The limits are the lower of two other
-books' ninth deciles. Both were counted in the same way, at the commits that `test_lengths` names; median and ninth
-decile of a chapter:
+Counted per thousand words of prose, as a page opens. The limits are the lower of two other books'
+ninth deciles. Both were counted in the same way, at the commits that `test_lengths` names; median
+and ninth decile of a chapter:
 
     =================  =====  =========  =====
     a chapter          d2l    QuantEcon  limit
@@ -23,7 +24,9 @@ from .test_lengths import CHAPTERS, PAGES
 
 BOOK = Path(__file__).resolve().parent.parent / "book"
 #: Words for which the field has terms, or that name nobody.
-PLAIN = re.compile(r"\b(everybody|everybody's|dear|told|whoever|accused|accuses|drawn)\b", re.IGNORECASE)
+PLAIN = re.compile(
+    r"\b(everybody|everybody's|dear|told|whoever|accused|accuses|drawn)\b", re.IGNORECASE
+)
 #: A pronoun that opens a paragraph in place of its subject; "this page" and "these numbers" have one.
 PRONOUN = re.compile(
     r"(It|They|She|He|Both|Ours|Theirs)\b"
@@ -33,12 +36,22 @@ ASIDE = re.compile(r"\w[^.!?\n]*? \([^()]{12,}\)[^.!?]*[.!?]")
 
 
 def paragraphs(text):
-    """The prose of a page, paragraph by paragraph: no code, table, list, heading, box's frame or formula.
+    """The prose of a page, paragraph by paragraph: no code, table, list, heading, box's frame or
+    formula.
 
-    >>> list(paragraphs("# T\\n\\nOne `x` and {doc}`a <b>`.\\n\\n| a |\\n|--|\\n\\n- item\\n\\n$$ x $$\\n"))
+    >>> list(
+    ...     paragraphs(
+    ...         "# T\\n\\nOne `x` and {doc}`a <b>`.\\n\\n| a |\\n|--|\\n\\n- item\\n\\n$$ x $$\\n"
+    ...     )
+    ... )
     ['One code and term.']
     """
-    for folded in (r"(?ms)\A---\n.*?^---$", r"(?ms)^(`{3,}).*?^\1$", r"(?s)<!--.*?-->", r"(?ms)^\$\$.*?\$\$$"):
+    for folded in (
+        r"(?ms)\A---\n.*?^---$",
+        r"(?ms)^(`{3,}).*?^\1$",
+        r"(?s)<!--.*?-->",
+        r"(?ms)^\$\$.*?\$\$$",
+    ):
         text = re.sub(folded, "", text)
     text = re.sub(r"(?m)^:::+.*$|^:[\w-]+:.*$|^\(.*\)=$", "", text)
     for part in re.split(r"\n\s*\n", text):
@@ -58,7 +71,13 @@ def sentences(paragraph):
     >>> sentences("One, e.g. this. Two is 1.5! Three?")
     ['One, e.g. this.', 'Two is 1.5!', 'Three?']
     """
-    return [part for part in re.split(r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)(?<! al\.) +(?=[A-Z\"'(])", paragraph) if part]
+    return [
+        part
+        for part in re.split(
+            r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)(?<! al\.) +(?=[A-Z\"'(])", paragraph
+        )
+        if part
+    ]
 
 
 #: The pages are in British English; code and titles of papers keep their own spelling.
@@ -71,17 +90,27 @@ AMERICAN = re.compile(
 
 def own(sentence):
     """The words of a sentence that are its own: no link, no code, no formula."""
-    return [word for word in sentence.split() if word.strip(".,;:()") not in ("term", "code", "formula")]
+    return [
+        word for word in sentence.split() if word.strip(".,;:()") not in ("term", "code", "formula")
+    ]
 
 
 def counted(text):
-    """Short sentences in percent of all; plain words, pronouns that open a paragraph and asides, a thousand words.
+    """Short sentences in percent of all; plain words, pronouns that open a paragraph and asides, a
+    thousand words.
 
-    >>> counted("It is so. That was told to everybody by the others here today (in a long aside).")["short"]
+    >>> counted("It is so. That was told to everybody by the others here today (in a long aside).")[
+    ...     "short"
+    ... ]
     50
     """
     prose = list(paragraphs(text))
-    all_ = [sentence for paragraph in prose for sentence in sentences(paragraph) if len(own(sentence)) >= 3]
+    all_ = [
+        sentence
+        for paragraph in prose
+        for sentence in sentences(paragraph)
+        if len(own(sentence)) >= 3
+    ]
     words = max(1, sum(len(paragraph.split()) for paragraph in prose))
     short = sum(len(sentence.split()) <= 6 for sentence in all_)
 
@@ -99,7 +128,9 @@ def counted(text):
 LIMITS = {"short": 9, "plain": 1, "pronouns": 1, "asides": 4}
 
 
-@pytest.mark.parametrize("name", [*CHAPTERS, *sorted(name for name in PAGES if name.endswith("-exhibits"))])
+@pytest.mark.parametrize(
+    "name", [*CHAPTERS, *sorted(name for name in PAGES if name.endswith("-exhibits"))]
+)
 def test_the_language_of_a_page_is_within_its_limits(name):
     found = counted((BOOK / f"{name}.md").read_text(encoding="utf-8"))
     assert all(found[what] <= LIMITS[what] for what in LIMITS), found
@@ -108,12 +139,16 @@ def test_the_language_of_a_page_is_within_its_limits(name):
 @pytest.mark.parametrize("name", sorted(PAGES))
 def test_a_page_is_in_british_english(name):
     text = (BOOK / f"{name}.md").read_text(encoding="utf-8")
-    assert not [found[0] for paragraph in paragraphs(text) for found in AMERICAN.finditer(paragraph)]
+    assert not [
+        found[0] for paragraph in paragraphs(text) for found in AMERICAN.finditer(paragraph)
+    ]
 
 
 def test_what_is_counted():
     found = counted(
-        "Everybody was told. " + "This is a sentence of more than six plain words. " * 9 + "\n\nIt opens a paragraph."
+        "Everybody was told. "
+        + "This is a sentence of more than six plain words. " * 9
+        + "\n\nIt opens a paragraph."
     )
     assert found == {"short": 18, "plain": 21, "pronouns": 10, "asides": 0}
     assert counted("A sentence (with an aside of some length) that goes on.")["asides"] > 0

@@ -1,7 +1,7 @@
 """What validates the notebooks turns red when it should: a small book is broken in each way.
 
-The book is executed once, and nbval goes over it once, with a fault in each of several cells. What needs no kernel is
-tried on notebooks that are written here.
+The book is executed once, and nbval goes over it once, with a fault in each of several cells. What
+needs no kernel is tried on notebooks that are written here.
 """
 
 import base64
@@ -54,7 +54,9 @@ def repaint(pixels):
 
     def change(outputs):
         data = next(output.data for output in outputs if "image/png" in output.get("data", {}))
-        picture = np.asarray(Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).convert("RGB")).copy()
+        picture = np.asarray(
+            Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).convert("RGB")
+        ).copy()
         picture[:pixels, 0] = 255 - picture[:pixels, 0]
         stream = io.BytesIO()
         Image.fromarray(picture).save(stream, "png")
@@ -78,11 +80,17 @@ def redraw(old, new):
     return change
 
 
-# {what is done to the committed outputs of a cell: (its code, its metadata, the change, whether it is a fault)}.
+# {what is done to the committed outputs of a cell: (its code, its metadata, the change, whether it
+# is a fault)}.
 CHANGES = {
     "nothing": (NUMBER, "", lambda outputs: None, False),
     "another number": (NUMBER, "", say("43 in all"), True),
-    "another number that the cell tolerates": (NUMBER, ":tolerance: 0.03\n", say("43 in all"), False),
+    "another number that the cell tolerates": (
+        NUMBER,
+        ":tolerance: 0.03\n",
+        say("43 in all"),
+        False,
+    ),
     "a number beyond the tolerance": (NUMBER, ":tolerance: 0.03\n", say("44 in all"), True),
     "another word within the tolerance": (NUMBER, ":tolerance: 0.03\n", say("43 in each"), True),
     "another number, and a tag that asks nbval to look away": (
@@ -91,7 +99,12 @@ CHANGES = {
         say("43 in all"),
         True,
     ),
-    "another number, and a comment that asks for it": (f"# NBVAL_SKIP\n{NUMBER}", "", say("43 in all"), True),
+    "another number, and a comment that asks for it": (
+        f"# NBVAL_SKIP\n{NUMBER}",
+        "",
+        say("43 in all"),
+        True,
+    ),
     "another time": ("print('took 1.5 s')", "", say("took 72 ms"), False),
     "another address": ("print('at 0x7f')", "", say("at 0x8e"), False),
     "no output": (NUMBER, "", lambda outputs: outputs.clear(), True),
@@ -101,17 +114,27 @@ CHANGES = {
     "another line": (DRAWN.format(6), "", redraw("L6", "L8"), True),
     "another text in a drawing": (DRAWN.format(7), "", redraw("ours", "theirs"), True),
     "another digest": (FIGURE.format(7), "", move_digest, True),
-    "a warning that is not committed": ("import sys\nprint('!', file=sys.stderr)", "", lambda o: o.clear(), True),
+    "a warning that is not committed": (
+        "import sys\nprint('!', file=sys.stderr)",
+        "",
+        lambda o: o.clear(),
+        True,
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def book(tmp_path_factory):
-    """A folder with an executed book: a page of everything, and three that look into the folder that papers share."""
+    """A folder with an executed book: a page of everything, and three that look into the folder
+    that papers share.
+    """
     root = tmp_path_factory.mktemp("a book")
     (root / "book").mkdir()
     options = {number: options for number, (_, options, _, _) in enumerate(CHANGES.values())}
-    write = {"all": page(*(code for code, *_ in CHANGES.values()), options=options), "never": page(NUMBER)}
+    write = {
+        "all": page(*(code for code, *_ in CHANGES.values()), options=options),
+        "never": page(NUMBER),
+    }
     for stem in ("idp", "idp-exhibits", "idps"):
         write[stem] = page(f"{SHARED}(live / '{stem}').touch()")
     for stem, text in write.items():
@@ -123,9 +146,18 @@ def book(tmp_path_factory):
 
 
 def execute(root, *names, **environment):
-    command = [sys.executable, str(ROOT / "tools" / "notebooks.py"), "--root", str(root), "execute", *names]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "notebooks.py"),
+        "--root",
+        str(root),
+        "execute",
+        *names,
+    ]
     environment = {**os.environ, "DPCOMPANION_PRESET": "quick", **environment}
-    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, encoding="utf-8", env=environment
+    )
 
 
 def read(root, stem):
@@ -152,7 +184,18 @@ def test_nbval_finds_every_fault_and_no_other(book):
     try:
         change(book, "all", break_all)
         change(book, "never", clear)
-        command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "--color=no", "-rA", "--nbval"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-n",
+            "2",
+            "-p",
+            "no:cacheprovider",
+            "--color=no",
+            "-rA",
+            "--nbval",
+        ]
         command += ["--nbval-current-env", f"--nbval-sanitize-with={ROOT / 'nbval.cfg'}", "book"]
         done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", cwd=book)
     finally:
@@ -160,18 +203,28 @@ def test_nbval_finds_every_fault_and_no_other(book):
             path.write_bytes(content)
     outcomes = {
         (stem, int(cell)): outcome
-        for outcome, stem, cell in re.findall(r"^(\w+) book/([\w-]+)\.ipynb::Cell (\d+)", done.stdout, re.MULTILINE)
+        for outcome, stem, cell in re.findall(
+            r"^(\w+) book/([\w-]+)\.ipynb::Cell (\d+)", done.stdout, re.MULTILINE
+        )
     }
     for number, (what, (_, _, _, is_fault)) in enumerate(CHANGES.items()):
-        assert outcomes.pop(("all", number)) == ("FAILED" if is_fault else "PASSED"), f"{what}: {done.stdout}"
+        assert outcomes.pop(("all", number)) == ("FAILED" if is_fault else "PASSED"), (
+            f"{what}: {done.stdout}"
+        )
     assert outcomes.pop(("never", 0)) in ("FAILED", "ERROR"), done.stdout
-    # The pages of a paper find what was computed before them, as where they were executed; others do not.
-    assert outcomes == {(stem, 0): "PASSED" for stem in ("idp", "idp-exhibits", "idps")}, done.stdout
+    # The pages of a paper find what was computed before them, as where they were executed; others
+    # do not.
+    assert outcomes == {(stem, 0): "PASSED" for stem in ("idp", "idp-exhibits", "idps")}, (
+        done.stdout
+    )
     assert done.returncode == 1
 
 
 def test_the_pages_of_a_paper_share_a_fresh_folder_exhibits_first(book):
-    said = {stem: outputs_of(read(book, stem), 0)[0].text.strip() for stem in ("idp", "idp-exhibits", "idps")}
+    said = {
+        stem: outputs_of(read(book, stem), 0)[0].text.strip()
+        for stem in ("idp", "idp-exhibits", "idps")
+    }
     assert said == {"idp": "['idp-exhibits'] quick", "idp-exhibits": "[] quick", "idps": "[] quick"}
 
 
@@ -181,9 +234,13 @@ def test_executing_again_changes_no_byte_and_an_error_leaves_the_notebook_alone(
     (book / "book" / "idps.md").write_text(page("6 / 0"), encoding="utf-8")
     done = execute(book, "never", "idps")
     assert done.returncode == 1 and "ZeroDivisionError" in done.stdout
-    assert "never: " in done.stdout and "reproduced" in done.stdout and "idps: FAILED" in done.stdout
+    assert (
+        "never: " in done.stdout and "reproduced" in done.stdout and "idps: FAILED" in done.stdout
+    )
     assert before == {stem: (book / "book" / f"{stem}.ipynb").read_bytes() for stem in before}
-    (book / "book" / "idps.md").write_text(page(f"{SHARED}(live / 'idps').touch()"), encoding="utf-8")
+    (book / "book" / "idps.md").write_text(
+        page(f"{SHARED}(live / 'idps').touch()"), encoding="utf-8"
+    )
     done = execute(book, "idps", DPCOMPANION_PRESET="paper")
     assert done.returncode == 0 and before["idps"] == (book / "book" / "idps.ipynb").read_bytes()
     assert "[] paper" in (book / "_build" / "paper" / "idps.ipynb").read_text(encoding="utf-8")
@@ -207,16 +264,27 @@ def test_what_says_the_same_keeps_its_bytes_and_what_does_not_is_named(book):
 
 @pytest.fixture
 def pair(tmp_path):
-    """A source and its twin as if executed: (the folder, a function that edits the source, one that edits the twin)."""
+    """A source and its twin as if executed: (the folder, a function that edits the source, one that
+    edits the twin).
+    """
     options = 'mystnb:\n  figure: {caption: "A line."}\n  image: {alt: "A line that rises."}'
     source = tmp_path / "book" / "page.md"
     source.parent.mkdir()
-    source.write_text(page(NUMBER, "1 + 1", options={1: f"---\n{options}\n---\n"}), encoding="utf-8")
+    source.write_text(
+        page(NUMBER, "1 + 1", options={1: f"---\n{options}\n---\n"}), encoding="utf-8"
+    )
     twin = notebooks.blank_twin(source)
     numbers, figure = notebooks.code_cells(twin)
-    numbers.update(execution_count=1, outputs=[nbformat.v4.new_output("stream", text="42 in all\n")])
-    made = [nbformat.v4.new_output("display_data", data={kind: "eA=="}) for kind in ("image/png", DIGEST)]
-    made[0].data[DRAWING] = '<svg viewBox="0 0 350 200"><text style="font-size: 11px">ours</text></svg>'
+    numbers.update(
+        execution_count=1, outputs=[nbformat.v4.new_output("stream", text="42 in all\n")]
+    )
+    made = [
+        nbformat.v4.new_output("display_data", data={kind: "eA=="})
+        for kind in ("image/png", DIGEST)
+    ]
+    made[0].data[DRAWING] = (
+        '<svg viewBox="0 0 350 200"><text style="font-size: 11px">ours</text></svg>'
+    )
     figure.update(execution_count=2, outputs=made)
     nbformat.write(twin, source.with_suffix(".ipynb"))
 
@@ -231,14 +299,19 @@ def pair(tmp_path):
 
 
 def test_the_pair_check_passes_what_was_executed(pair, capsys):
-    assert notebooks.main(["--root", str(pair[0]), "check"]) == 0 and "0 problems" in capsys.readouterr().out
+    assert (
+        notebooks.main(["--root", str(pair[0]), "check"]) == 0
+        and "0 problems" in capsys.readouterr().out
+    )
 
 
 ERROR = nbformat.v4.new_output("error", ename="E", evalue="", traceback=[])
 FAULTS_OF_OUTPUTS = {
     "executed": lambda number, figure: figure.update(execution_count=None, outputs=[]),
     "an error": lambda number, figure: number.outputs.append(ERROR),
-    "stderr": lambda number, figure: number.outputs.append(nbformat.v4.new_output("stream", name="stderr", text="!")),
+    "stderr": lambda number, figure: number.outputs.append(
+        nbformat.v4.new_output("stream", name="stderr", text="!")
+    ),
     "digest": lambda number, figure: figure.outputs.pop(),
     "10.7 px on a phone": lambda number, figure: figure.outputs[0].data.update(
         {DRAWING: figure.outputs[0].data[DRAWING].replace("350", "368")}
@@ -278,10 +351,16 @@ def test_the_pair_check_finds_a_stale_source(pair, capsys, word):
         ("characters", NUMBER, "1" * 121),
     ],
 )
-def test_the_pair_check_finds_a_figure_without_words_and_a_line_that_is_too_long(pair, word, old, new):
+def test_the_pair_check_finds_a_figure_without_words_and_a_line_that_is_too_long(
+    pair, word, old, new
+):
     root, edit_source, _ = pair
-    edit_source(f'"{old}"' if word != "characters" else old, f'"{new}"' if word != "characters" else new)
-    executed = [(cell.outputs, cell.execution_count) for cell in notebooks.code_cells(read(root, "page"))]
+    edit_source(
+        f'"{old}"' if word != "characters" else old, f'"{new}"' if word != "characters" else new
+    )
+    executed = [
+        (cell.outputs, cell.execution_count) for cell in notebooks.code_cells(read(root, "page"))
+    ]
     twin = notebooks.blank_twin(root / "book" / "page.md")
     for cell, (outputs, count) in zip(notebooks.code_cells(twin), executed):
         cell.update(outputs=outputs, execution_count=count)
@@ -316,7 +395,11 @@ def test_an_unknown_notebook_is_named(pair):
 def test_an_arithmetic_sets_its_own_variables_and_takes_those_of_others_away(monkeypatch):
     monkeypatch.setenv("MKL_CBWR", "AVX2")
     found = arithmetic.environment("sse+jitter")
-    assert found["ATEN_CPU_CAPABILITY"] == "default" and found["DPCOMPANION_JITTER"] and "MKL_CBWR" not in found
+    assert (
+        found["ATEN_CPU_CAPABILITY"] == "default"
+        and found["DPCOMPANION_JITTER"]
+        and "MKL_CBWR" not in found
+    )
     assert arithmetic.environment("two-threads")["OMP_NUM_THREADS"] == "2"
     with pytest.raises(ValueError, match="got avx9"):
         arithmetic.environment("sse+avx9")
@@ -325,6 +408,15 @@ def test_an_arithmetic_sets_its_own_variables_and_takes_those_of_others_away(mon
 @pytest.mark.slow
 def test_a_command_runs_under_an_arithmetic_that_changes_bits():
     says = "import os; print(os.environ['DPCOMPANION_JITTER']); raise SystemExit(7)"
-    command = [sys.executable, str(ROOT / "tools" / "arithmetic.py"), "jitter", sys.executable, "-c", says]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "arithmetic.py"),
+        "jitter",
+        sys.executable,
+        "-c",
+        says,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
-    assert done.returncode == 7 and "1e-12" in done.stdout and "jitter: changes bits of" in done.stdout
+    assert (
+        done.returncode == 7 and "1e-12" in done.stdout and "jitter: changes bits of" in done.stdout
+    )

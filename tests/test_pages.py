@@ -1,6 +1,8 @@
-"""A small site is broken in each way that only a browser sees, and tools/browser_check.py has to notice.
+"""A small site is broken in each way that only a browser sees, and tools/browser_check.py has to
+notice.
 
-The site is rendered once as `make site` does: a notebook with a number and a figure, and a page for each fault.
+The site is rendered once as `make site` does: a notebook with a number and a figure, and a page for
+each fault.
 """
 
 import base64
@@ -52,9 +54,16 @@ def notebook():
     """Executed, as far as a page shows: a number, and a figure with its digest."""
     stream = io.BytesIO()
     Image.new("RGB", (4, 4)).save(stream, "png")
-    data = {"image/png": base64.b64encode(stream.getvalue()).decode(), "text/plain": "<Figure>", DRAWING: SVG}
+    data = {
+        "image/png": base64.b64encode(stream.getvalue()).decode(),
+        "text/plain": "<Figure>",
+        DRAWING: SVG,
+    }
     digest = {"application/vnd.dpcompanion.digest": "line: 10 values, sum 45"}
-    mystnb = {"image": {"alt": "A line that rises from 0 to 9."}, "figure": {"caption": "A line.", "name": "fig-line"}}
+    mystnb = {
+        "image": {"alt": "A line that rises from 0 to 9."},
+        "figure": {"caption": "A line.", "name": "fig-line"},
+    }
     signs = "\u03b5 \u2264 1, **\u03c3** \u2192 `\u03c3`"  # without MathJax
     words = f"# A sound page\n\nA formula, $\\varepsilon = 1$, {signs}, and {{numref}}`fig-line`."
     number = nbformat.v4.new_output("stream", text="42\n")
@@ -63,14 +72,27 @@ def notebook():
         cells=[
             nbformat.v4.new_markdown_cell(words),
             nbformat.v4.new_code_cell("print(6 * 7)", outputs=[number], execution_count=1),
-            nbformat.v4.new_code_cell("draw()", outputs=drawn, execution_count=2, metadata={"mystnb": mystnb}),
+            nbformat.v4.new_code_cell(
+                "draw()", outputs=drawn, execution_count=2, metadata={"mystnb": mystnb}
+            ),
         ],
-        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}, "language_info": {"name": "python"}},
+        metadata={
+            "kernelspec": {"name": "python3", "display_name": "Python 3"},
+            "language_info": {"name": "python"},
+        },
     )
 
 
 def render(root):
-    command = [str(Path(sys.executable).with_name("jupyter-book")), "build", ".", "-q", "-W", "-n", "--keep-going"]
+    command = [
+        str(Path(sys.executable).with_name("jupyter-book")),
+        "build",
+        ".",
+        "-q",
+        "-W",
+        "-n",
+        "--keep-going",
+    ]
     return subprocess.run(command, capture_output=True, text=True, cwd=root)
 
 
@@ -99,10 +121,14 @@ def rendered(tmp_path_factory):
 
 
 def test_warnings_of_the_build_are_errors(rendered, tmp_path):
-    shutil.copytree(rendered / "book", tmp_path / "book", ignore=lambda folder, names: {*names} & {*PAGES})
+    shutil.copytree(
+        rendered / "book", tmp_path / "book", ignore=lambda folder, names: {*names} & {*PAGES}
+    )
     shutil.copy(rendered / "_config.yml", tmp_path)
     (tmp_path / "_toc.yml").write_text("format: jb-book\nroot: book/dead\n")
-    (tmp_path / "book" / "dead.md").write_text("# A reference to nothing\n\n{numref}`fig-nothing`\n")
+    (tmp_path / "book" / "dead.md").write_text(
+        "# A reference to nothing\n\n{numref}`fig-nothing`\n"
+    )
     built = render(tmp_path)
     assert built.returncode != 0 and "fig-nothing" in built.stdout + built.stderr
 
@@ -170,8 +196,12 @@ def test_without_a_chromium_the_check_says_so_and_fails_only_in_ci(tmp_path, ci,
     assert done.returncode == status and "NOT checked" in done.stdout and "Chromium" in done.stdout
 
 
-@pytest.mark.parametrize("ci, outcome", [("", pytest.skip.Exception), ("true", pytest.fail.Exception)])
-def test_tests_that_lack_a_program_skip_with_a_reason_and_fail_in_ci(request, monkeypatch, browser_check, ci, outcome):
+@pytest.mark.parametrize(
+    "ci, outcome", [("", pytest.skip.Exception), ("true", pytest.fail.Exception)]
+)
+def test_tests_that_lack_a_program_skip_with_a_reason_and_fail_in_ci(
+    request, monkeypatch, browser_check, ci, outcome
+):
     conftest = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
     for name, value in (("PATH", "/nonexistent"), ("CHROMIUM", ""), ("CI", ci)):
         monkeypatch.setenv(name, value)

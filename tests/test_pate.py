@@ -13,7 +13,10 @@ from .refusals import refuses
 
 
 @settings(max_examples=8, deadline=None)
-@given(st.lists(st.tuples(st.floats(0.1, 20), st.floats(0.05, 1)), min_size=1, max_size=4), st.integers(1, 5000))
+@given(
+    st.lists(st.tuples(st.floats(0.1, 20), st.floats(0.05, 1)), min_size=1, max_size=4),
+    st.integers(1, 5000),
+)
 def test_weights_have_mean_one_and_spend_each_budget_exactly(groups, queries):
     budgets, shares = zip(*groups)
     found = pate.weighted_parameters(budgets, shares, target_delta=1e-5, queries=queries)
@@ -33,23 +36,33 @@ def test_queries_cost_what_as_many_gaussian_mechanisms_cost():
 
 
 def log_chances(histogram, noise_std):
-    """Logarithms of the exact distribution of the label; the trapezoidal rule is exact for such integrands."""
+    """Logarithms of the exact distribution of the label; the trapezoidal rule is exact for such
+    integrands.
+    """
     votes = torch.tensor(histogram, dtype=torch.float64) / noise_std
     spacing = 0.02
-    x = torch.arange(float(votes.min()) - 40, float(votes.max()) + 40, spacing, dtype=torch.float64)[:, None]
+    x = torch.arange(
+        float(votes.min()) - 40, float(votes.max()) + 40, spacing, dtype=torch.float64
+    )[:, None]
     log_below = torch.special.log_ndtr(x - votes)
     log_density = -0.5 * (x - votes) ** 2 - 0.5 * math.log(2 * math.pi)
-    return torch.logsumexp(log_density + log_below.sum(dim=1, keepdim=True) - log_below, dim=0) + math.log(spacing)
+    return torch.logsumexp(
+        log_density + log_below.sum(dim=1, keepdim=True) - log_below, dim=0
+    ) + math.log(spacing)
 
 
-@pytest.mark.parametrize("votes", [[30.0, 12.0, 8.0], [24.0, 20.0, 6.0], [50.0, 0.0, 0.0], [17.0, 17.0, 16.0]])
+@pytest.mark.parametrize(
+    "votes", [[30.0, 12.0, 8.0], [24.0, 20.0, 6.0], [50.0, 0.0, 0.0], [17.0, 17.0, 16.0]]
+)
 @pytest.mark.parametrize("noise_std", [2.5, 5.0])
 def test_moving_a_groups_vote_changes_the_label_by_no_more_than_is_said(votes, noise_std):
     parameters = pate.PateParameters(noise_std, torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64))
     here = log_chances(votes, noise_std).exp()
     assert float(here.sum()) == pytest.approx(1, abs=1e-12)
     for delta in (1e-6, 0.05):
-        for weight, epsilon in zip(parameters.weights.tolist(), parameters.epsilons(delta, queries=1).tolist()):
+        for weight, epsilon in zip(
+            parameters.weights.tolist(), parameters.epsilons(delta, queries=1).tolist()
+        ):
             for source, target in itertools.permutations(range(3), 2):
                 if votes[source] >= weight:
                     moved = list(votes)
@@ -67,15 +80,31 @@ def test_weights_count_and_noise_decides_close_calls():
     many = histogram[:1].repeat(20_000, 1)
     labels = pate.noisy_labels(many, 1.5, torch.Generator().manual_seed(0))
     share = torch.bincount(labels, minlength=3) / 20_000
-    assert share.tolist() == pytest.approx(log_chances([2.0, 2.5, 0.0], 1.5).exp().tolist(), abs=0.015)
+    assert share.tolist() == pytest.approx(
+        log_chances([2.0, 2.5, 0.0], 1.5).exp().tolist(), abs=0.015
+    )
 
 
 def test_bad_arguments_are_refused_by_name():
     weighted = dict(target_epsilons=[1.0], counts=[1], target_delta=1e-5, queries=1)
-    refuses(pate.weighted_parameters, weighted, target_epsilons=[[0.0]], counts=[[1, 2]], target_delta=[0], queries=[0])
+    refuses(
+        pate.weighted_parameters,
+        weighted,
+        target_epsilons=[[0.0]],
+        counts=[[1, 2]],
+        target_delta=[0],
+        queries=[0],
+    )
     refuses(pate.weighted_parameters, dict(weighted, counts=[]), target_epsilons=[[]])
-    refuses(pate.histograms, dict(votes=[[0]], weights=[1.0], classes=3), votes=[[[3]]], weights=[[-1.0]])
+    refuses(
+        pate.histograms,
+        dict(votes=[[0]], weights=[1.0], classes=3),
+        votes=[[[3]]],
+        weights=[[-1.0]],
+    )
     refuses(pate.histograms, dict(weights=[1.0, 1.0], classes=3), votes=[[[0]]])
     good = dict(histogram=torch.ones(1, 2), noise_std=1.0, generator=torch.Generator())
     not_finite = torch.tensor([[1, math.nan]])
-    refuses(pate.noisy_labels, good, noise_std=[0.0, math.nan], histogram=[not_finite], generator=[None])
+    refuses(
+        pate.noisy_labels, good, noise_std=[0.0, math.nan], histogram=[not_finite], generator=[None]
+    )

@@ -1,4 +1,6 @@
-"""The book on paper: two small sites, a sound one and a broken one, printed by tools/pdf.py and read back."""
+"""The book on paper: two small sites, a sound one and a broken one, printed by tools/pdf.py and
+read back.
+"""
 
 import base64
 import importlib
@@ -29,7 +31,11 @@ section</a>, <a href="https://example.org/">elsewhere</a> and <a href="_sources/
 <details class="unfolds"><summary>Verdicts</summary><p>Everything holds.</p></details>
 <details class="admonition hide"><summary><p class="admonition-title">Code</p></summary><p>secret = 42</p></details>
 <section id="below"><h2>Below</h2><p>Words.</p></section>"""
-WIDE = "<table><tr>" + "<td style='white-space: nowrap'>a cell of a wide table</td>" * 8 + "</tr></table>"
+WIDE = (
+    "<table><tr>"
+    + "<td style='white-space: nowrap'>a cell of a wide table</td>" * 8
+    + "</tr></table>"
+)
 SECOND = rf"""<h1>Two</h1><p><a href="#far">Further down</a> is a section.</p><div style="overflow-x: auto">{WIDE}</div>
 <div style="height: 2000px"></div><section id="far"><h2>Far away</h2><p>Words that are far away.</p></section>"""
 BROKEN = r"""<h1>Broken</h1><p>An <span class="math">\(\undefinedmacro{x}\)</span>, and $\sigma$ left as it is, but
@@ -52,7 +58,9 @@ def site_of(folder, **pages):
     shutil.copytree(STATIC, folder / "_static", ignore=shutil.ignore_patterns("*.png", "*.js"))
     shutil.copy(STATIC / "mathjax" / "tex-svg.js", folder / "_static" / "mathjax")
     for name, body in pages.items():
-        (folder / f"{name}.html").write_text(f"{HEAD}{body}</article></body></html>", encoding="utf-8")
+        (folder / f"{name}.html").write_text(
+            f"{HEAD}{body}</article></body></html>", encoding="utf-8"
+        )
     return folder
 
 
@@ -79,7 +87,9 @@ def test_a_sound_book_has_no_problems_and_what_is_on_it_is_counted(printed):
     assert reader.metadata.title == "A small book"
 
 
-def test_the_pages_come_in_the_order_of_the_contents_with_numbers_and_what_paper_cannot_unfold(printed):
+def test_the_pages_come_in_the_order_of_the_contents_with_numbers_and_what_paper_cannot_unfold(
+    printed,
+):
     title, contents, one, two, far = text_of(printed[0])
     assert "A small book" in title and "For a test." in title
     assert "One 1 A part Two 2" in contents
@@ -116,30 +126,46 @@ def test_links_and_bookmarks_lead_to_the_line_and_not_only_to_the_page(printed):
     outside = [note["/A"]["/URI"] for note in notes if "/A" in note]
     assert outside == ["https://example.org/"]  # the source is no page of the book
     numbers = {page.indirect_reference.idnum: number for number, page in enumerate(reader.pages)}
-    inside = [(numbers[note["/Dest"][0].idnum], float(note["/Dest"][3])) for note in notes if "/Dest" in note]
+    inside = [
+        (numbers[note["/Dest"][0].idnum], float(note["/Dest"][3]))
+        for note in notes
+        if "/Dest" in note
+    ]
     [(page, height)] = places_of(reader, "Far")
     assert [number for number, _ in inside] == [2, 3, page, page]
     assert all(0 < top - height < 40 for _, top in inside[2:])  # the line is just below
     bookmark = reader.outline[3][1][0]
-    assert reader.get_destination_page_number(bookmark) == page and 0 < float(bookmark.top) - height < 40
+    assert (
+        reader.get_destination_page_number(bookmark) == page
+        and 0 < float(bookmark.top) - height < 40
+    )
 
 
 def test_a_wide_table_is_fitted_to_the_paper(printed, pdf):
     seen = []
     for page in printed[0].pages:
-        page.extract_text(visitor_text=lambda text, matrix, place, *rest: seen.append((text, matrix, place)))
+        page.extract_text(
+            visitor_text=lambda text, matrix, place, *rest: seen.append((text, matrix, place))
+        )
     ends = [matrix[0] * place[4] + matrix[4] for text, matrix, place in seen if "wide" in text]
     assert len(ends) == 8 and max(ends) < (pdf.PAPER[0] - pdf.SIDE) * pdf.POINTS
 
 
 def test_a_long_formula_is_fitted_to_the_paper(pdf, chromium, browser_check, tmp_path):
     formula = " + ".join(f"a_{{{number}}}" for number in range(99))
-    site = site_of(tmp_path, long=rf'<h1>Long</h1><p>Here: <span class="math">\({formula}\)</span></p>')
+    site = site_of(
+        tmp_path, long=rf'<h1>Long</h1><p>Here: <span class="math">\({formula}\)</span></p>'
+    )
     long = site / "long.html"
     long.write_text(long.read_text().replace("<body>", '<body class="bd-content">'))
     ends = "[document.querySelector('mjx-container svg').getBoundingClientRect().right, innerWidth]"
-    with browser_check.browser(chromium) as context, browser_check.visit(context, site, "long.html", []) as page:
-        page.set_viewport_size({"width": int((pdf.PAPER[0] - 2 * pdf.SIDE) * pdf.PIXELS), "height": 900})
+    with (
+        browser_check.browser(chromium) as context,
+        browser_check.visit(context, site, "long.html", []) as page,
+    ):
+        page.set_viewport_size(
+            {"width": int((pdf.PAPER[0] - 2 * pdf.SIDE) * pdf.PIXELS), "height": 900}
+        )
         right, width = page.evaluate(ends)
         assert right > width
         page.emulate_media(media="print")
@@ -182,4 +208,6 @@ def test_what_is_missing_is_said_and_the_end_is_red(built, tmp_path):
         text=True,
     )
     assert done.returncode == 1 and not (tmp_path / "book.pdf").exists()
-    assert ("no Chromium was found (install chromium" if built else "run `make site` first") in done.stdout
+    assert (
+        "no Chromium was found (install chromium" if built else "run `make site` first"
+    ) in done.stdout

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from dpcompanion.accounting import best_true_positive_rate, compute_delta, compute_epsilon, find_noise_multiplier
+from dpcompanion.accounting import (
+    best_true_positive_rate,
+    compute_delta,
+    compute_epsilon,
+    find_noise_multiplier,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "book" / "_static"
@@ -20,9 +25,13 @@ def noise_for(run_script, shape, delta, measure, limit):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate, steps, delta, limit", [(0.01, 100, 1e-5, 1.0), (0.2, 5, 1e-6, 3.0)])
-def test_noise_for_an_epsilon_is_enough_by_the_library_and_hardly_more(run_script, rate, steps, delta, limit):
+def test_noise_for_an_epsilon_is_enough_by_the_library_and_hardly_more(
+    run_script, rate, steps, delta, limit
+):
     noise = noise_for(run_script, {"rate": rate, "steps": steps}, delta, "epsilon", limit)
-    least = find_noise_multiplier(target_epsilon=limit, target_delta=delta, sample_rate=rate, steps=steps)
+    least = find_noise_multiplier(
+        target_epsilon=limit, target_delta=delta, sample_rate=rate, steps=steps
+    )
     assert least <= noise <= 1.02 * least
     odds = noise_for(run_script, {"rate": rate, "steps": steps}, delta, "odds", math.exp(limit))
     assert abs(odds / noise - 1) < 0.01
@@ -42,9 +51,15 @@ def test_what_the_planner_says_of_a_plan_is_no_less_than_the_library_says(run_sc
     said = run_script("planner.outcome({rate: 0.01, steps: 500, delta: 1e-5, noise: 1})")
     run = {"sample_rate": 0.01, "steps": 500, "noise_multiplier": 1.0}
     exact = compute_epsilon(**run, delta=1e-5)
-    assert exact <= said["epsilon"] <= 1.01 * exact and said["odds"] == pytest.approx(math.exp(said["epsilon"]))
+    assert exact <= said["epsilon"] <= 1.01 * exact and said["odds"] == pytest.approx(
+        math.exp(said["epsilon"])
+    )
     assert exact < said["byRenyi"] and compute_delta(**run, epsilon=0.0) <= said["advantage"]
-    assert run_script("[planner.shown(2.0001), planner.shown(2), planner.shown(0.012345)]") == ["2.01", "2", "0.0124"]
+    assert run_script("[planner.shown(2.0001), planner.shown(2), planner.shown(0.012345)]") == [
+        "2.01",
+        "2",
+        "0.0124",
+    ]
 
 
 def test_limits_that_guessing_reaches_and_shapes_of_runs(run_script):
@@ -63,9 +78,12 @@ def test_delta_is_proposed_as_a_power_of_ten_at_or_below_a_tenth_of_one_over_n(r
 
 
 @pytest.mark.parametrize(
-    "unit, whom", [pytest.param("row", "one row", marks=pytest.mark.slow), ("person", "all rows of that person")]
+    "unit, whom",
+    [pytest.param("row", "one row", marks=pytest.mark.slow), ("person", "all rows of that person")],
 )
-def test_the_program_trains_and_its_epsilon_is_the_one_of_the_paragraph(run_script, capsys, unit, whom):
+def test_the_program_trains_and_its_epsilon_is_the_one_of_the_paragraph(
+    run_script, capsys, unit, whom
+):
     plan = {"n": 1000, "batch": 10, "steps": 20, "delta": 1e-4, "noise": 1.0, "unit": unit}
     program, paragraph = run_script(
         "(plan => [planner.code(plan), planner.paragraph({...plan, epsilon: "
@@ -95,7 +113,9 @@ def test_the_worked_example_is_what_the_planner_gives(run_script):
 @pytest.mark.slow
 def test_the_page_plans_and_says_what_is_wrong(chromium, browser_check):
     (body,) = re.findall(
-        r"```\{raw\} html\n(.*?)```", (ROOT / "book" / "choose-epsilon.md").read_text(encoding="utf-8"), re.DOTALL
+        r"```\{raw\} html\n(.*?)```",
+        (ROOT / "book" / "choose-epsilon.md").read_text(encoding="utf-8"),
+        re.DOTALL,
     )
     body = re.sub(r"<script src=.*?</script>", "", body)
     with browser_check.browser(chromium) as context:
@@ -103,7 +123,11 @@ def test_the_page_plans_and_says_what_is_wrong(chromium, browser_check):
         page.set_content(f"<!DOCTYPE html><html lang=en><body>{body}</body></html>")
         for script in ("accountant.js", "planner.js"):
             page.add_script_tag(path=STATIC / script)
-        assert all(page.locator(":is(input, select)").evaluate_all("all => all.map(c => c.labels.length === 1)"))
+        assert all(
+            page.locator(":is(input, select)").evaluate_all(
+                "all => all.map(c => c.labels.length === 1)"
+            )
+        )
         done = "document.getElementById('planner-said').textContent.startsWith('Noise multiplier')"
         page.wait_for_function(done, timeout=120_000)
         assert float(page.text_content("#plan-found").rstrip("%")) <= 1
@@ -116,9 +140,17 @@ def test_the_page_plans_and_says_what_is_wrong(chromium, browser_check):
         page.select_option("[name=measure]", "epsilon")
         page.select_option("[name=unit]", "person")
         page.wait_for_function(
-            f"{done} && Number(document.getElementById('plan-epsilon').textContent) <= 3", timeout=120_000
+            f"{done} && Number(document.getElementById('plan-epsilon').textContent) <= 3",
+            timeout=120_000,
         )
-        assert page.text_content("#plan-n-label") == "People" and "all rows" in page.text_content("#plan-paragraph")
+        assert page.text_content("#plan-n-label") == "People" and "all rows" in page.text_content(
+            "#plan-paragraph"
+        )
         page.fill("[name=batch]", "70000")
-        page.wait_for_function("document.getElementById('planner-said').textContent.includes('must lie between')")
-        assert page.text_content("#plan-code") == "" and page.get_attribute("[name=batch]", "aria-invalid") == "true"
+        page.wait_for_function(
+            "document.getElementById('planner-said').textContent.includes('must lie between')"
+        )
+        assert (
+            page.text_content("#plan-code") == ""
+            and page.get_attribute("[name=batch]", "aria-invalid") == "true"
+        )

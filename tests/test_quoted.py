@@ -1,4 +1,6 @@
-"""Pages that run no code copy numbers from pages that do: each is looked up where its section says it is from."""
+"""Pages that run no code copy numbers from pages that do: each is looked up where its section says
+it is from.
+"""
 
 import json
 import re
@@ -10,7 +12,9 @@ BOOK = Path(__file__).resolve().parent.parent / "book"
 SOURCE = re.compile(r"<!-- numbers:(.*?)-->")
 #: The number of a span may itself have brackets, as an interval has.
 NUMBER = re.compile(r"\[((?:[^\[\]\n]|\[[^\[\]\n]*\])+)\]\{\.(live|recorded|published)\}")
-PAGES = [path for path in sorted(BOOK.glob("*.md")) if SOURCE.search(path.read_text(encoding="utf-8"))]
+PAGES = [
+    path for path in sorted(BOOK.glob("*.md")) if SOURCE.search(path.read_text(encoding="utf-8"))
+]
 
 
 def numbers(text):
@@ -52,11 +56,15 @@ def test_each_number_that_a_page_copies_stands_where_the_page_says(page):
     missing = [
         (number, pages)
         for number, kind, pages in numbers(page.read_text(encoding="utf-8"))
-        if pages and kind != "published" and not any(occurs(number, text) for name in pages for text in shown(name))
+        if pages
+        and kind != "published"
+        and not any(occurs(number, text) for name in pages for text in shown(name))
     ]
     assert not missing
 
 
 def test_a_number_that_stands_nowhere_is_found():
-    assert list(numbers("[1]{.live}\n<!-- numbers: a -->\n[2 (1.0)]{.live} [x](y)")) == [("2 (1.0)", "live", ["a"])]
+    assert list(numbers("[1]{.live}\n<!-- numbers: a -->\n[2 (1.0)]{.live} [x](y)")) == [
+        ("2 (1.0)", "live", ["a"])
+    ]
     assert occurs("1.2", "so 1.2.") and not occurs("1.2", "11.2") and not occurs("1.2", "1.25")

@@ -1,4 +1,6 @@
-"""Private means and quantiles: calibrated noise, sound sensitivities, and which method errs less."""
+"""Private means and quantiles: calibrated noise, sound sensitivities, and which method errs
+less.
+"""
 
 import math
 
@@ -31,26 +33,43 @@ SHARES = [0.1, 0.3, 0.5, 0.7, 0.9]
 
 
 def epsilons(n=60_000, seed=0):
-    """Like the individual epsilons of a run on MNIST: most of them low, a few at the worst case of 2.4."""
+    """Like the individual epsilons of a run on MNIST: most of them low, a few at the worst case of
+    2.4.
+    """
     generator = torch.Generator().manual_seed(seed)
-    return torch.exp(0.75 * torch.randn(n, generator=generator, dtype=torch.float64) - 0.84).clamp(max=2.4)
+    return torch.exp(0.75 * torch.randn(n, generator=generator, dtype=torch.float64) - 0.84).clamp(
+        max=2.4
+    )
 
 
 def released(values, seed, **options):
     return private_quantiles(
-        values, SHARES, upper=2.4, generator=torch.Generator().manual_seed(seed), **{**BUDGET, **options}
+        values,
+        SHARES,
+        upper=2.4,
+        generator=torch.Generator().manual_seed(seed),
+        **{**BUDGET, **options},
     )
 
 
 @pytest.mark.parametrize("epsilon, delta", [(0.1, 1e-5), (1.0, 1e-9), (3.0, 0.1)])
-def test_the_noise_is_the_least_that_the_exact_curve_of_the_gaussian_mechanism_allows(epsilon, delta):
+def test_the_noise_is_the_least_that_the_exact_curve_of_the_gaussian_mechanism_allows(
+    epsilon, delta
+):
     ratio = noise_ratio(epsilon, delta)
-    assert float(gaussian_delta(ratio, epsilon)) <= delta < float(gaussian_delta(ratio * (1 + 1e-9), epsilon))
+    assert (
+        float(gaussian_delta(ratio, epsilon))
+        <= delta
+        < float(gaussian_delta(ratio * (1 + 1e-9), epsilon))
+    )
 
 
 def test_the_mean_has_noise_of_the_promised_spread():
     values = epsilons(500)
-    draws = [private_mean(values, upper=2.4, generator=torch.Generator().manual_seed(s), **BUDGET) for s in range(400)]
+    draws = [
+        private_mean(values, upper=2.4, generator=torch.Generator().manual_seed(s), **BUDGET)
+        for s in range(400)
+    ]
     std = 2.4 / noise_ratio(**BUDGET) / 500
     assert stats.kstest(np.array(draws), "norm", args=(float(values.mean()), std)).pvalue > 1e-7
 
@@ -58,7 +77,9 @@ def test_the_mean_has_noise_of_the_promised_spread():
 @pytest.mark.parametrize("value, end", [(0.0, 0.0), (2.4, 2.4)])
 @pytest.mark.parametrize("secure_noise", [False, True])
 def test_a_mean_lies_where_means_lie(value, end, secure_noise):
-    """Four values, and noise of seven times the range: what it carries beyond an end is moved there."""
+    """Four values, and noise of seven times the range: what it carries beyond an end is moved
+    there.
+    """
     found = [
         private_mean(
             torch.full((4,), value),
@@ -80,19 +101,26 @@ def test_releases_that_split_a_budget_compose_to_it():
 
 def test_the_square_root_of_prefix_sums_is_one_and_no_column_is_longer_than_the_first():
     column = _square_root(40)
-    matrix = torch.stack([_convolved(column, row) for row in torch.eye(40, dtype=torch.float64)], dim=1)
-    assert torch.allclose(matrix @ matrix, torch.ones(40, 40, dtype=torch.float64).tril(), atol=1e-12)
+    matrix = torch.stack(
+        [_convolved(column, row) for row in torch.eye(40, dtype=torch.float64)], dim=1
+    )
+    assert torch.allclose(
+        matrix @ matrix, torch.ones(40, 40, dtype=torch.float64).tril(), atol=1e-12
+    )
     assert torch.allclose(matrix.norm(dim=0).max(), column.norm())
 
 
 def test_the_noise_on_the_curve_is_that_of_the_factorisation():
-    bins, n = 16, 10**5  # so many values in each bin that the noisy curve needs no isotonic correction
+    # so many values in each bin that the noisy curve needs no isotonic correction
+    bins, n = 16, 10**5
     values = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     truth = torch.arange(1, bins, dtype=torch.float64) * n / bins
     draws = (
         torch.stack(
             [
-                _noisy_prefixes(values, 1.0, bins, noise_ratio(**BUDGET), torch.Generator().manual_seed(s))
+                _noisy_prefixes(
+                    values, 1.0, bins, noise_ratio(**BUDGET), torch.Generator().manual_seed(s)
+                )
                 for s in range(300)
             ]
         )[:, :-1]
@@ -108,7 +136,9 @@ def test_the_noise_on_the_curve_is_that_of_the_factorisation():
 @pytest.mark.parametrize("bins", [2, 3, 17, 128])
 def test_the_longest_difference_of_columns_is_what_a_replaced_value_moves(bins):
     column = _square_root(bins)
-    matrix = torch.stack([_convolved(column, row) for row in torch.eye(bins, dtype=torch.float64)], dim=1)
+    matrix = torch.stack(
+        [_convolved(column, row) for row in torch.eye(bins, dtype=torch.float64)], dim=1
+    )
     differences = (matrix[:, :, None] - matrix[:, None, :]).norm(dim=0)
     exact = float(differences.max() / matrix.norm(dim=0).max())
     assert exact <= replacement_factor(bins) <= min(exact * (1 + 1e-8), math.sqrt(2)) + 1e-15
@@ -118,7 +148,9 @@ def test_a_release_is_calibrated_for_the_relation_that_is_asked_for():
     values = epsilons(2000)
 
     def noise(**relation):
-        """What the released curve moves by per unit of noise, from the noise multiplier that reaches it."""
+        """What the released curve moves by per unit of noise, from the noise multiplier that
+        reaches it.
+        """
         seen = []
         original = release._noisy_prefixes
         release._noisy_prefixes = lambda *given: seen.append(given[3]) or original(*given)
@@ -132,13 +164,17 @@ def test_a_release_is_calibrated_for_the_relation_that_is_asked_for():
     assert usual == noise(relation="add-remove") == noise_ratio(**BUDGET)
     # A value that is replaced moves the curve by the factor times what one that is added does.
     for ratio, least, most in ((usual, 0.1306, 0.131), (replaced, 0.1 - 1e-8, 0.1)):
-        assert least <= float(gaussian_epsilon(ratio * replacement_factor(512), 1e-5)) <= most + 1e-12
+        assert (
+            least <= float(gaussian_epsilon(ratio * replacement_factor(512), 1e-5)) <= most + 1e-12
+        )
 
 
 @pytest.mark.parametrize(
     "release_of",
     [
-        lambda **o: private_mean(epsilons(99), upper=2.4, generator=torch.Generator().manual_seed(0), **BUDGET, **o),
+        lambda **o: private_mean(
+            epsilons(99), upper=2.4, generator=torch.Generator().manual_seed(0), **BUDGET, **o
+        ),
         lambda **o: released(epsilons(99), 0, method="andrew2021", **o).tolist(),
     ],
 )
@@ -149,7 +185,10 @@ def test_counts_of_one_value_move_alike_in_both_relations(release_of):
 
 
 def test_without_noise_quantiles_are_those_of_the_data():
-    values, truth = epsilons(), torch.quantile(epsilons(), torch.tensor(SHARES, dtype=torch.float64))
+    values, truth = (
+        epsilons(),
+        torch.quantile(epsilons(), torch.tensor(SHARES, dtype=torch.float64)),
+    )
     loose = released(values, 0, epsilon=1e6, bins=4096)
     assert torch.allclose(loose, truth, rtol=2e-3)
     iterated = released(values, 0, epsilon=1e6, method="andrew2021", steps=300)
@@ -161,7 +200,11 @@ def test_at_the_same_budget_the_curve_errs_less_than_the_iterations():
     truth = torch.quantile(values, torch.tensor(SHARES, dtype=torch.float64))
 
     def error(**options):
-        return float(torch.stack([(released(values, seed, **options) / truth - 1).abs() for seed in range(20)]).mean())
+        return float(
+            torch.stack(
+                [(released(values, seed, **options) / truth - 1).abs() for seed in range(20)]
+            ).mean()
+        )
 
     curve = error()
     assert curve < 0.004
@@ -176,14 +219,16 @@ def test_no_value_moves_a_release_further_than_the_bound_allows():
         other = values.clone()
         other[3] = wild
         means = [
-            private_mean(v, upper=1.0, generator=torch.Generator().manual_seed(1), **BUDGET) for v in (values, other)
+            private_mean(v, upper=1.0, generator=torch.Generator().manual_seed(1), **BUDGET)
+            for v in (values, other)
         ]
         assert abs(means[0] - means[1]) <= 1.0 / 50
         assert released(other, 2).isfinite().all()
 
 
 def test_without_a_generator_the_noise_is_a_ciphers_and_no_seed_repeats_it():
-    values, options = epsilons(3000), {"upper": 2.4, "generator": None, **BUDGET}  # noise far less than the mean
+    # noise far less than the mean
+    values, options = epsilons(3000), {"upper": 2.4, "generator": None, **BUDGET}
     means = []
     for _ in range(60):
         torch.manual_seed(0)
@@ -214,9 +259,21 @@ def test_bad_arguments_are_refused_by_name():
     refuses(private_mean, good, **bad)
     good["quantiles"] = [0.5]
     refuses(private_quantiles, good, **bad, quantiles=[[0.0], [1.0]], method=["magic"], bins=[1])
-    refuses(private_quantiles, dict(good, method="andrew2021"), steps=[0], learning_rate=[0], start=[3.0])
+    refuses(
+        private_quantiles,
+        dict(good, method="andrew2021"),
+        steps=[0],
+        learning_rate=[0],
+        start=[3.0],
+    )
     scaler = dict(x=torch.zeros(4, 2), lower=0.0, upper=1.0, generator=None, **BUDGET)
-    refuses(private_scaler, scaler, lower=[1.0, math.nan], upper=[[1.0, 2.0, 3.0], math.inf], generator=[3])
+    refuses(
+        private_scaler,
+        scaler,
+        lower=[1.0, math.nan],
+        upper=[[1.0, 2.0, 3.0], math.inf],
+        generator=[3],
+    )
     refuses(private_scaler, scaler, epsilon=[0.0], delta=[1.0], relation=["swap"], unit=["", None])
     refuses(private_scaler, scaler, x=[torch.zeros(4), torch.zeros(0, 2), [["a", "b"]]])
     refuses(private_scaler(**scaler).transform, {}, x=[torch.zeros(4, 3)])
@@ -225,7 +282,10 @@ def test_bad_arguments_are_refused_by_name():
 @pytest.mark.parametrize("method", ["mean", "cdf", "andrew2021"])
 def test_whether_the_grid_of_the_noise_is_too_coarse_does_not_depend_on_the_values(method):
     def errs(value, epsilon):
-        values, given = torch.full((3000,), value), dict(upper=1.0, epsilon=epsilon, delta=1e-5, generator=None)
+        values, given = (
+            torch.full((3000,), value),
+            dict(upper=1.0, epsilon=epsilon, delta=1e-5, generator=None),
+        )
         try:
             private_mean(values, **given) if method == "mean" else private_quantiles(
                 values, [0.5], method=method, **given
@@ -257,7 +317,12 @@ def test_the_noise_on_a_grid_pays_for_what_the_grid_adds_to_the_sensitivity(numb
     for ratio in (1e-4, 1e-2, 1.0):
         drawn.clear()
         release._noisy(
-            torch.zeros(numbers, dtype=torch.float64), 1.0 / ratio, None, ratio=ratio, most=1.0, numbers=numbers
+            torch.zeros(numbers, dtype=torch.float64),
+            1.0 / ratio,
+            None,
+            ratio=ratio,
+            most=1.0,
+            numbers=numbers,
         )
         [std] = drawn
         assert (1.0 + math.sqrt(numbers) * secure.grid_of(std)) / std <= ratio
@@ -268,10 +333,18 @@ def test_lists_keep_the_digits_of_their_numbers():
     wide = dict(upper=1e52, epsilon=1.0, delta=1e-5)
     means = [
         release.private_mean(values, **wide, generator=torch.Generator().manual_seed(0))
-        for values in ([1e50] * 1000, np.full(1000, 1e50), np.full(1000, 1e50)[::-1], [10**50] * 1000)
+        for values in (
+            [1e50] * 1000,
+            np.full(1000, 1e50),
+            np.full(1000, 1e50)[::-1],
+            [10**50] * 1000,
+        )
     ]
     assert len(set(means)) == 1 and means[0] < 1e51
-    ends = [release.private_mean(v, **wide, generator=torch.Generator().manual_seed(0)) for v in ([10**400], [1e300])]
+    ends = [
+        release.private_mean(v, **wide, generator=torch.Generator().manual_seed(0))
+        for v in ([10**400], [1e300])
+    ]
     assert ends[0] == ends[1]
     for values in (["1"], [1j], [None]):
         with pytest.raises(ValueError, match="values"):
@@ -283,7 +356,13 @@ def test_a_share_of_epsilon_for_which_delta_pays_alone_is_refused_in_words():
         release.split(1e-3, 1e-3, 3)
     with pytest.raises(ValueError, match="delta"):
         release.private_quantiles(
-            [0.1] * 100, [0.5], upper=1.0, epsilon=1e-6, delta=1e-4, generator=None, relation="replace"
+            [0.1] * 100,
+            [0.5],
+            upper=1.0,
+            epsilon=1e-6,
+            delta=1e-4,
+            generator=None,
+            relation="replace",
         )
 
 
@@ -303,10 +382,14 @@ def sums_of(x, monkeypatch, **options):
 @pytest.mark.parametrize("relation", release.RELATIONS)
 @pytest.mark.parametrize("d", [1, 2])
 def test_neighbours_of_a_scaler_are_no_further_apart_than_its_noise_says(d, relation, monkeypatch):
-    grid = torch.cartesian_prod(*[torch.linspace(-1.0, 5.0, 13, dtype=torch.float64)] * d).reshape(-1, d)
+    grid = torch.cartesian_prod(*[torch.linspace(-1.0, 5.0, 13, dtype=torch.float64)] * d).reshape(
+        -1, d
+    )
     grid = torch.cat([grid, torch.full((1, d), torch.nan), torch.full((1, d), -torch.inf)])
     rest = torch.rand(5, d, dtype=torch.float64) * 4
-    sums, stds = zip(*[sums_of(torch.cat([rest, row[None]]), monkeypatch, relation=relation) for row in grid])
+    sums, stds = zip(
+        *[sums_of(torch.cat([rest, row[None]]), monkeypatch, relation=relation) for row in grid]
+    )
     sums, sensitivity = torch.stack(sums), stds[0] * noise_ratio(**BUDGET)
     if relation == "replace":
         largest = float(torch.cdist(sums, sums).max())
@@ -320,14 +403,18 @@ def test_a_scaler_has_noise_of_the_promised_law(secure_noise):
     generator = torch.Generator().manual_seed(0)
     x = 2 + torch.randn(50_000, 2, generator=generator, dtype=torch.float64)
     found = [
-        private_scaler(x, lower=-3, upper=[7, 8], generator=None if secure_noise else generator, **BUDGET)
+        private_scaler(
+            x, lower=-3, upper=[7, 8], generator=None if secure_noise else generator, **BUDGET
+        )
         for _ in range(200)
     ]
     means = torch.stack([scaler.mean for scaler in found])
     std = math.sqrt(2 * 5 / 4) / noise_ratio(**BUDGET) / len(x)
     for column, half in enumerate((5.0, 5.5)):
         exact = float(x[:, column].clamp(-3, 7 + column).mean())
-        assert stats.kstest(means[:, column].numpy(), "norm", args=(exact, half * std)).pvalue > 1e-7
+        assert (
+            stats.kstest(means[:, column].numpy(), "norm", args=(exact, half * std)).pvalue > 1e-7
+        )
     assert found[0].seeded == (not secure_noise) == ("seeded" in found[0].statement())
     z = torch.stack([scaler.transform(x) for scaler in found[:5]])
     assert z.dtype == x.dtype and z.mean(1).abs().max() < 0.05 and (z.std(1) - 1).abs().max() < 0.05
@@ -340,25 +427,41 @@ def test_a_scaler_is_an_item_of_a_ledger_beside_the_training():
         scaler = private_scaler(x, relation=relation, **options)
         ledger = Ledger(relation=relation).add(scaler)
         assert 0.5 <= ledger.epsilon(1e-6) < 0.505
-    plan = DPSGDPlan(n=1000, sample_rate=0.1, steps=50, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-5)
+    plan = DPSGDPlan(
+        n=1000, sample_rate=0.1, steps=50, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-5
+    )
     both = Ledger().add(private_scaler(x, **options)).add(plan)
     assert max(plan.epsilon(), 0.5) < both.epsilon(1e-5) < plan.epsilon() + 0.5
     assert Ledger.from_json(both.to_json()) == both
 
 
-@pytest.mark.parametrize("relation, words", [("add-remove", "by one patient"), ("replace", "in one patient that is")])
+@pytest.mark.parametrize(
+    "relation, words", [("add-remove", "by one patient"), ("replace", "in one patient that is")]
+)
 def test_a_scaler_says_what_a_row_is_in_its_statement_and_on_a_ledger(relation, words):
     options = dict(lower=0, upper=1, epsilon=0.5, delta=1e-6, generator=None, relation=relation)
     scaler = private_scaler(torch.rand(100, 2), unit="patient", **options)
-    assert "of 100 patients" in scaler.statement() and words in scaler.statement() and "row" not in scaler.statement()
+    assert (
+        "of 100 patients" in scaler.statement()
+        and words in scaler.statement()
+        and "row" not in scaler.statement()
+    )
     # The number of rows is public, and so adding or removing one is zero-out.
-    assert Ledger([scaler]).neighbours == "zero-out" and "one patient" in Ledger([scaler]).statement()
+    assert (
+        Ledger([scaler]).neighbours == "zero-out" and "one patient" in Ledger([scaler]).statement()
+    )
     assert "100 rows" in private_scaler(torch.rand(100, 2), **options).statement()
     assert Ledger([ledger_item(0.5, 1e-6, unit="patient")]).units == ("patient",)
 
 
 def test_a_scaler_of_constants_and_of_few_rows_is_finite():
-    for x in (torch.zeros(50, 2), torch.full((2, 2), torch.nan), torch.full((3, 2), 1e300, dtype=torch.float64)):
+    for x in (
+        torch.zeros(50, 2),
+        torch.full((2, 2), torch.nan),
+        torch.full((3, 2), 1e300, dtype=torch.float64),
+    ):
         scaler = private_scaler(x, lower=-1, upper=1, generator=None, **BUDGET)
-        assert scaler.transform(torch.nan_to_num(x)).isfinite().all() and bool((scaler.scale > 0).all())
+        assert scaler.transform(torch.nan_to_num(x)).isfinite().all() and bool(
+            (scaler.scale > 0).all()
+        )
         assert bool((scaler.mean.abs() <= 1).all()) and bool((scaler.scale <= 1).all())

@@ -20,15 +20,22 @@ SEEDS = st.integers(0, 2**600)
 
 def test_a_key_is_the_hash_that_it_is_said_to_be():
     parts = [b"noise", b"7", (300).to_bytes(2, "little")]
-    text = b"dpcompanion stream\0" + b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    text = b"dpcompanion stream\0" + b"".join(
+        len(part).to_bytes(8, "little") + part for part in parts
+    )
     assert derive_key(300, "noise", 7) == hashlib.sha256(text).digest()
 
 
 @settings(deadline=None)
-@given(SEEDS, SEEDS, st.sampled_from([("noise",), ("sampling",), ("noise", 1), ("noise", "one", "")]))
+@given(
+    SEEDS, SEEDS, st.sampled_from([("noise",), ("sampling",), ("noise", 1), ("noise", "one", "")])
+)
 def test_every_bit_of_a_seed_counts(one, other, names):
     assert (derive_key(one, *names) == derive_key(other, *names)) == (one == other)
-    assert all(derive_key(one, *names) != derive_key(one ^ 1 << bit, *names) for bit in (0, 31, 32, 63, 64, 255, 700))
+    assert all(
+        derive_key(one, *names) != derive_key(one ^ 1 << bit, *names)
+        for bit in (0, 31, 32, 63, 64, 255, 700)
+    )
 
 
 def test_streams_of_one_seed_have_different_keys():
@@ -37,23 +44,32 @@ def test_streams_of_one_seed_have_different_keys():
     assert len(keys) == 4 * len(names) and all(len(key) == 32 for key in keys)
 
 
-@given(st.lists(st.text() | st.integers(), max_size=3), st.lists(st.text() | st.integers(), max_size=3))
+@given(
+    st.lists(st.text() | st.integers(), max_size=3), st.lists(st.text() | st.integers(), max_size=3)
+)
 def test_two_names_never_share_a_stream(one, other):
     """Neither 1 and "1" nor "a/b" and "a", "b": the text of a whole number is no name."""
     for derive in (derive_key, derive_seed):
         try:
             keys = derive(0, *one), derive(0, *other)
         except ValueError:
-            assert any(isinstance(name, str) and (set(name) & set("/0123456789")) for name in one + other)
+            assert any(
+                isinstance(name, str) and (set(name) & set("/0123456789")) for name in one + other
+            )
         else:
             assert (keys[0] == keys[1]) == (one == other)
 
 
 def test_bad_arguments_are_refused_by_name():
-    names = ["1", "-7", "0012", True, None, 1.5, b"noise", ("a",)]  # each could be taken for another name
+    # each could be taken for another name
+    names = ["1", "-7", "0012", True, None, 1.5, b"noise", ("a",)]
     for derive in (derive_key, derive_seed):
         refuses(lambda names, derive=derive: derive(0, "noise", names), {}, names=names)
-        refuses(lambda seed, derive=derive: derive(seed, "noise"), {}, seed=[-1, 0.5, "7", None, True, 2**1024])
+        refuses(
+            lambda seed, derive=derive: derive(seed, "noise"),
+            {},
+            seed=[-1, 0.5, "7", None, True, 2**1024],
+        )
     refuses(lambda names: derive_seed(0, names), {}, names=["a/b"])
     refuses(keyed_generator, {}, key=[b"", b"short", 5, "0" * 32])
 
@@ -73,13 +89,17 @@ def test_the_whole_state_is_filled_from_the_key():
     words = np.frombuffer(hashlib.shake_256(key).digest(4 * 624), dtype="<u4")
     oracle.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": 624}}
     expected = (oracle.random_raw(2000) & (2**24 - 1)) / 2**24
-    np.testing.assert_array_equal(torch.rand(2000, generator=keyed_generator(key)).numpy(), expected)
+    np.testing.assert_array_equal(
+        torch.rand(2000, generator=keyed_generator(key)).numpy(), expected
+    )
 
 
 def test_seeds_that_agree_in_32_bits_give_different_numbers_everywhere():
     for one, other in itertools.combinations((3, 3 + 2**32, 3 + 2**64, 3 + 2**200), 2):
         assert derive_seed(one, "x") != derive_seed(other, "x")
-        assert not torch.equal(*(torch.randn(5, generator=keyed_generator(derive_key(seed))) for seed in (one, other)))
+        assert not torch.equal(
+            *(torch.randn(5, generator=keyed_generator(derive_key(seed))) for seed in (one, other))
+        )
         assert not torch.equal(*(models.linear(3, 2, seed=seed).weight for seed in (one, other)))
 
 
@@ -93,11 +113,16 @@ def test_the_global_generator_takes_the_same_state():
 
 def test_seeds_of_all_kinds_keep_their_bits():
     number = 2**62 + 1
-    assert len({derive_key(seed, "x") for seed in (number, np.int64(number), torch.tensor(number))}) == 1
+    assert (
+        len({derive_key(seed, "x") for seed in (number, np.int64(number), torch.tensor(number))})
+        == 1
+    )
     assert derive_key(3.0, "x") == derive_key(3, "x")
 
 
-def test_the_jitter_moves_every_fresh_weight_in_its_last_places_and_only_when_it_is_asked_for(monkeypatch):
+def test_the_jitter_moves_every_fresh_weight_in_its_last_places_and_only_when_it_is_asked_for(
+    monkeypatch,
+):
     plain, start = models.mnist_cnn(seed=0), initial_weights(5, 0, hidden=4)
     wide = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert jittered(wide) is wide
@@ -105,7 +130,10 @@ def test_the_jitter_moves_every_fresh_weight_in_its_last_places_and_only_when_it
     for before, after, least in [
         (wide, jittered(wide), 1e-12),
         (start[start != 0], initial_weights(5, 0, hidden=4)[start != 0], 1e-12),
-        *((p, q, 2**-23) for p, q in zip(plain.parameters(), models.mnist_cnn(seed=0).parameters())),
+        *(
+            (p, q, 2**-23)
+            for p, q in zip(plain.parameters(), models.mnist_cnn(seed=0).parameters())
+        ),
     ]:
         moved = (after.double() / before.double() - 1).abs()
         assert 0.4 * least <= moved.min() and moved.max() <= 2.1 * least
@@ -113,8 +141,12 @@ def test_the_jitter_moves_every_fresh_weight_in_its_last_places_and_only_when_it
 
 
 def test_a_change_of_what_a_seed_draws_needs_a_new_number():
-    """Where this fails, seeded runs draw otherwise than they did: raise `seeds.DRAWS`, which records tell."""
-    plan = DPSGDPlan(n=200, sample_rate=0.05, steps=5, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
+    """Where this fails, seeded runs draw otherwise than they did: raise `seeds.DRAWS`, which
+    records tell.
+    """
+    plan = DPSGDPlan(
+        n=200, sample_rate=0.05, steps=5, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5
+    )
     model = torch.nn.Linear(3, 2, bias=False)
     torch.nn.init.zeros_(model.weight)
     blank = torch.zeros(200, 3), torch.zeros(200, dtype=torch.int64)

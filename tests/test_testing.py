@@ -1,11 +1,20 @@
-"""The kit for filters, accountants and trackers of one's own: the library's pass it, broken ones are named."""
+"""The kit for filters, accountants and trackers of one's own: the library's pass it, broken ones
+are named.
+"""
 
 import pytest
 import torch
 
 from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.individual import IndividualAccountant
-from dpcompanion.testing import Accountant, Filter, Tracker, check_accountant, check_filter, check_tracker
+from dpcompanion.testing import (
+    Accountant,
+    Filter,
+    Tracker,
+    check_accountant,
+    check_filter,
+    check_tracker,
+)
 from dpcompanion.training import DPSGDPlan, NormTracker, cross_entropy, train
 
 RUN = dict(sample_rate=0.1, noise_multiplier=2.0, max_grad_norm=0.5)
@@ -17,14 +26,18 @@ def renyi(kind=RenyiFilter):
 
 
 def test_the_filters_keep_the_protocol():
-    exact = ExactFilter(3, **RUN, levels=[0.25, 0.5, 1.0], costs=[1, 4, 16], budget=[160, 80, 320], steps=60)
+    exact = ExactFilter(
+        3, **RUN, levels=[0.25, 0.5, 1.0], costs=[1, 4, 16], budget=[160, 80, 320], steps=60
+    )
     for filter in (renyi(), exact):
         assert isinstance(filter, Filter)
         check_filter(filter)
     assert not exact.spent.any()  # it is left as it was
 
 
-@pytest.mark.parametrize("options", [{}, {"rounding": None}, {"accountant": "rdp"}], ids=["pld", "exact", "rdp"])
+@pytest.mark.parametrize(
+    "options", [{}, {"rounding": None}, {"accountant": "rdp"}], ids=["pld", "exact", "rdp"]
+)
 def test_the_accountants_keep_the_protocol(options):
     accountant = IndividualAccountant(3, **RUN, **options)
     assert isinstance(accountant, Accountant)
@@ -35,13 +48,17 @@ def test_the_tracker_keeps_the_protocol_and_one_with_a_filter_too():
     plan = DPSGDPlan(n=3, steps=20, delta=1e-2, **RUN)
     model, data = torch.nn.Linear(2, 2), (torch.randn(3, 2), torch.arange(3) % 2)
     for budget in (None, renyi()):
-        tracker = NormTracker.for_plan(plan, model, cross_entropy, data, clipping="individual", budget=budget)
+        tracker = NormTracker.for_plan(
+            plan, model, cross_entropy, data, clipping="individual", budget=budget
+        )
         assert isinstance(tracker, Tracker)
         check_tracker(tracker, plan, model, cross_entropy, data)
 
 
 class Stingy:
-    """A filter of one's own that inherits from nothing: everybody takes part in 3 steps, at the full norm."""
+    """A filter of one's own that inherits from nothing: everybody takes part in 3 steps, at the
+    full norm.
+    """
 
     n, device = 3, torch.device("cpu")
     sample_rate, noise_multiplier, max_grad_norm = RUN.values()
@@ -74,7 +91,13 @@ def test_a_filter_of_ones_own_passes_and_trains():
     plan = DPSGDPlan(n=3, steps=6, delta=1e-2, **RUN)
     model, data, own = torch.nn.Linear(2, 2), (torch.randn(3, 2), torch.arange(3) % 2), Stingy()
     history = train(
-        model, cross_entropy, data, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), filter=own, seed=0
+        model,
+        cross_entropy,
+        data,
+        plan,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        filter=own,
+        seed=0,
     )
     assert own.left.tolist() == [0, 0, 0] and bool((history.epsilons() <= own.epsilon(1e-2)).all())
 
@@ -134,7 +157,9 @@ class Cheap(IndividualAccountant):
         return super().charged(norms) / 2
 
 
-@pytest.mark.parametrize("kind, name", [(Small, "under-state"), (Once, "steps"), (Cheap, "charged")])
+@pytest.mark.parametrize(
+    "kind, name", [(Small, "under-state"), (Once, "steps"), (Cheap, "charged")]
+)
 def test_a_broken_accountant_is_named(kind, name):
     with pytest.raises(AssertionError, match=name):
         check_accountant(kind(3, **RUN), steps=12)

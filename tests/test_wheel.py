@@ -1,4 +1,6 @@
-"""A wheel, installed where there is no checkout and only what the core needs: what it promises works there."""
+"""A wheel, installed where there is no checkout and only what the core needs: what it promises
+works there.
+"""
 
 import json
 import re
@@ -53,7 +55,14 @@ print(json.dumps({
 
 
 def pip(*arguments):
-    command = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "-q",
+        "--disable-pip-version-check",
+        *map(str, arguments),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -64,14 +73,22 @@ pytestmark = pytest.mark.slow  # an install into a folder of its own
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
     """What an installed wheel of this checkout says."""
-    source, wheels, target, here = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target", "here"))
+    source, wheels, target, here = (
+        tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target", "here")
+    )
     for name in ("dpcompanion", "results", "book"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "_static", "*.ipynb"))
+        shutil.copytree(
+            ROOT / name,
+            source / name,
+            ignore=shutil.ignore_patterns("__pycache__", "_static", "*.ipynb"),
+        )
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip("wheel", "--no-deps", "--no-build-isolation", "-w", wheels, source)
     pip("install", "--no-deps", "--no-index", "--no-compile", "--target", target, *wheels.iterdir())
-    snippet, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    snippet, _ = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     done = subprocess.run(
         [sys.executable, "-I", "-c", CODE, str(target), str(ROOT), snippet],
         capture_output=True,
@@ -81,7 +98,10 @@ def said(tmp_path_factory):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     answers = json.loads(done.stdout)
-    assert Path(answers["place"]).is_relative_to(target) and Path(answers["place"]).with_name("py.typed").is_file()
+    assert (
+        Path(answers["place"]).is_relative_to(target)
+        and Path(answers["place"]).with_name("py.typed").is_file()
+    )
     return {**answers, "folder": here}
 
 
@@ -104,7 +124,8 @@ def test_records_and_scoreboard_are_those_of_the_checkout(said):
     assert states == {entry.name: entry.records.get("paper") for entry in experiments.catalogue()}
     assert "fresh" in states.values()
     assert said["scoreboard"] == [
-        [one.exhibit.name, one.state, one.verdicts, one.basis] for one in scoreboard.exhibit_statuses()
+        [one.exhibit.name, one.state, one.verdicts, one.basis]
+        for one in scoreboard.exhibit_statuses()
     ]
 
 

@@ -1,5 +1,6 @@
-"""Whole models of transformers from tiny configurations, in full and with LoRA, by `train` and in the engine: what
-autograd says of one example at a time, or a ValueError that names the layer."""
+"""Whole models of transformers from tiny configurations, in full and with LoRA, by `train` and in
+the engine: what autograd says of one example at a time, or a ValueError that names the layer.
+"""
 
 import copy
 import itertools
@@ -20,13 +21,25 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:target_delta", "ignore:In CPU autocast"),
+    pytest.mark.filterwarnings(
+        "ignore:Full backward hook", "ignore:target_delta", "ignore:In CPU autocast"
+    ),
 ]
 
 N, CLASSES, TOKENS, LENGTH, CLIP = 6, 3, 11, 5, 0.3
-ATTENTION = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+ATTENTION = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-TEXT = {"vocab_size": TOKENS, "num_labels": CLASSES, "pad_token_id": 0, "attn_implementation": "eager"}
+TEXT = {
+    "vocab_size": TOKENS,
+    "num_labels": CLASSES,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",
+}
 
 
 def vit():
@@ -36,14 +49,18 @@ def vit():
 
 
 def bert():
-    config = transformers.BertConfig(**ATTENTION, **NO_DROPOUT, **TEXT, max_position_embeddings=LENGTH)
+    config = transformers.BertConfig(
+        **ATTENTION, **NO_DROPOUT, **TEXT, max_position_embeddings=LENGTH
+    )
     return transformers.BertForSequenceClassification(config)
 
 
 def gpt2():
     sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": LENGTH}
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**sizes, **off, **TEXT))
+    return transformers.GPT2ForSequenceClassification(
+        transformers.GPT2Config(**sizes, **off, **TEXT)
+    )
 
 
 def gpt2_of_tokens():
@@ -53,12 +70,21 @@ def gpt2_of_tokens():
 
 
 def llama():
-    config = transformers.LlamaConfig(**ATTENTION, **TEXT, num_key_value_heads=1, max_position_embeddings=LENGTH)
+    config = transformers.LlamaConfig(
+        **ATTENTION, **TEXT, num_key_value_heads=1, max_position_embeddings=LENGTH
+    )
     return transformers.LlamaForSequenceClassification(config)
 
 
 def t5():
-    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+    sizes = {
+        "d_model": 8,
+        "d_kv": 4,
+        "d_ff": 8,
+        "num_layers": 2,
+        "num_heads": 2,
+        "dropout_rate": 0.0,
+    }
     return transformers.T5EncoderModel(transformers.T5Config(**sizes, **TEXT))
 
 
@@ -87,10 +113,16 @@ class Logits(nn.Module):
             return self.model(pixel_values=x).logits
         mask = (x > 0).long()
         if self.masked == "by four axes":  # which transformers takes as it is
-            mask = torch.where(x > 0, 0.0, torch.finfo(torch.float32).min)[:, None, None].expand(-1, 1, LENGTH, -1)
+            mask = torch.where(x > 0, 0.0, torch.finfo(torch.float32).min)[:, None, None].expand(
+                -1, 1, LENGTH, -1
+            )
         found = self.model(input_ids=x, **({"attention_mask": mask} if self.masked else {}))
         logits = getattr(found, "logits", None)
-        return logits if logits is not None and logits.ndim == 2 else (found[0] * (x > 0)[..., None]).mean(1)
+        return (
+            logits
+            if logits is not None and logits.ndim == 2
+            else (found[0] * (x > 0)[..., None]).mean(1)
+        )
 
 
 def made(name, lora):
@@ -101,7 +133,10 @@ def made(name, lora):
         model = build()
         if lora:
             config = peft.LoraConfig(
-                r=2, target_modules=places, modules_to_save=[head] if head else None, fan_in_fan_out=False
+                r=2,
+                target_modules=places,
+                modules_to_save=[head] if head else None,
+                fan_in_fan_out=False,
             )
             model = peft.get_peft_model(model, config)
         for own, p in model.named_parameters():
@@ -112,18 +147,23 @@ def made(name, lora):
     x = torch.randn(N, 1, 8, 8, generator=generator)
     if not images:
         x = torch.randint(1, TOKENS, (N, LENGTH), generator=generator)
-        x[torch.arange(LENGTH)[None] > 1 + torch.arange(N)[:, None]] = 0  # the padding of short texts
+        # the padding of short texts
+        x[torch.arange(LENGTH)[None] > 1 + torch.arange(N)[:, None]] = 0
     masked = "by four axes" if "four axes" in name else name != "T5"
     return Logits(model, images, masked), x, torch.arange(N) % CLASSES
 
 
 def alone(model, x, y):
-    """The sum of clipped gradients {name: tensor}, and the norms, by plain autograd, one example at a time."""
+    """The sum of clipped gradients {name: tensor}, and the norms, by plain autograd, one example at
+    a time.
+    """
     named = {own: p for own, p in model.named_parameters() if p.requires_grad}
     total, norms = {own: torch.zeros_like(p) for own, p in named.items()}, []
     for i in range(len(x)):
         value = F.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
-        found = torch.autograd.grad(value, list(named.values()), allow_unused=True, materialize_grads=True)
+        found = torch.autograd.grad(
+            value, list(named.values()), allow_unused=True, materialize_grads=True
+        )
         norms.append(float(torch.stack([g.norm() for g in found]).norm()))
         for own, g in zip(named, found):
             total[own] += g * min(1.0, CLIP / norms[-1])
@@ -139,11 +179,22 @@ def by_train(name, lora, method):
     model, x, y = made(name, lora)
     expected, norms = alone(copy.deepcopy(model).eval(), x, y)
     before = [p.detach().clone() for p in trained(model)]
-    plan = DPSGDPlan(n=N, sample_rate=1.0, steps=1, max_grad_norm=CLIP, noise_multiplier=0.0, delta=1e-3)
+    plan = DPSGDPlan(
+        n=N, sample_rate=1.0, steps=1, max_grad_norm=CLIP, noise_multiplier=0.0, delta=1e-3
+    )
     optimizer = torch.optim.SGD(trained(model), lr=1.0)
     try:
         found = gradient_norms(copy.deepcopy(model).eval(), cross_entropy, x, y, method=method)
-        train(model, cross_entropy, (x, y), plan, optimizer=optimizer, seed=0, method=method, progress=False)
+        train(
+            model,
+            cross_entropy,
+            (x, y),
+            plan,
+            optimizer=optimizer,
+            seed=0,
+            method=method,
+            progress=False,
+        )
     except ValueError as error:
         assert "layer" in str(error) or str(error).startswith("model"), error
         return True
@@ -154,7 +205,9 @@ def by_train(name, lora, method):
 
 
 def private(model, x, y, mode):
-    """What the engine returns for a model that all examples train at once, and that does not move."""
+    """What the engine returns for a model that all examples train at once, and that does not
+    move.
+    """
     return IndividualizedPrivacyEngine(accountant="rdp").make_private_with_budgets(
         module=model.train(),
         optimizer=torch.optim.SGD(trained(model), lr=0.0),
@@ -187,9 +240,9 @@ def by_engine(name, lora, mode):
     return False
 
 
-# Which are refused: vmap takes no mask (n, T), of which transformers looks whether it masks anything; ViT has weights
-# of its own around layers; T5 has one table of positions for all examples, and shares its words with a layer that it
-# does not use.
+# Which are refused: vmap takes no mask (n, T), of which transformers looks whether it masks
+# anything; ViT has weights of its own around layers; T5 has one table of positions for all
+# examples, and shares its words with a layer that it does not use.
 BY_TRAIN = {
     ("ViT", False): {"mixed", "ghost"},
     ("BERT", False): {"func"},
@@ -211,13 +264,17 @@ BY_ENGINE = {
 
 @pytest.mark.parametrize("name, lora", itertools.product(MODELS, [False, True]))
 def test_a_whole_model_is_trained_as_autograd_says_or_refused(name, lora):
-    refused = {method for method in ("auto", "mixed", "ghost", "func") if by_train(name, lora, method)}
+    refused = {
+        method for method in ("auto", "mixed", "ghost", "func") if by_train(name, lora, method)
+    }
     assert refused == BY_TRAIN.get((name, lora), set())
 
 
 @pytest.mark.parametrize("name, lora", itertools.product(MODELS, [False, True]))
 def test_a_whole_model_is_trained_in_the_engine_as_autograd_says_or_refused(name, lora):
-    refused = {mode for mode in ("hooks", "functorch", "ew", "ghost") if by_engine(name, lora, mode)}
+    refused = {
+        mode for mode in ("hooks", "functorch", "ew", "ghost") if by_engine(name, lora, mode)
+    }
     assert refused == BY_ENGINE.get((name, lora), set())
 
 
@@ -243,7 +300,9 @@ def bf16_llama():
 def test_lora_over_a_base_in_bfloat16_has_norms_as_autograd():
     model, (_, x, y) = bf16_llama(), made("Llama", False)
     _, norms = alone(copy.deepcopy(model).eval(), x, y)
-    assert torch.allclose(gradient_norms(model.eval(), cross_entropy, x, y).float(), norms, rtol=2e-2)
+    assert torch.allclose(
+        gradient_norms(model.eval(), cross_entropy, x, y).float(), norms, rtol=2e-2
+    )
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])

@@ -3,10 +3,11 @@
     python tools/arithmetic.py                            what each of them changes on this machine
     python tools/arithmetic.py sse+jitter COMMAND ...     run a command under two of them at once
 
-MKL, oneDNN and PyTorch choose their kernels by the processor's vector units, and each kernel adds in an order of its
-own. The settings below forbid the newest units or split the work in two; the jitter moves every fresh weight in its
-last places (`dpcompanion.seeds.jittered`) and stands for processors whose kernels are not at hand. A setting
-may change nothing on some machine, and then proves nothing there: that is why this is measured and printed.
+MKL, oneDNN and PyTorch choose their kernels by the processor's vector units, and each kernel adds
+in an order of its own. The settings below forbid the newest units or split the work in two; the
+jitter moves every fresh weight in its last places (`dpcompanion.seeds.jittered`) and stands for
+processors whose kernels are not at hand. A setting may change nothing on some machine, and then
+proves nothing there: that is why this is measured and printed.
 """
 
 import hashlib
@@ -27,11 +28,17 @@ ARITHMETICS = {
 
 
 def environment(name):
-    """All variables under an arithmetic, or several that are joined by "+"; those of the others are taken away."""
+    """All variables under an arithmetic, or several that are joined by "+"; those of the others are
+    taken away.
+    """
     if unknown := set(name.split("+")) - set(ARITHMETICS):
-        raise ValueError(f"name must be of {', '.join(ARITHMETICS)}, got {', '.join(sorted(unknown))}")
+        raise ValueError(
+            f"name must be of {', '.join(ARITHMETICS)}, got {', '.join(sorted(unknown))}"
+        )
     others = {key for each in ARITHMETICS.values() for key in each}
-    found = {key: value for key, value in os.environ.items() if key not in others} | {"OMP_NUM_THREADS": "1"}
+    found = {key: value for key, value in os.environ.items() if key not in others} | {
+        "OMP_NUM_THREADS": "1"
+    }
     for part in name.split("+"):
         found |= ARITHMETICS[part]
     return found
@@ -70,7 +77,9 @@ def probe():
             f"fresh weights ({bits})": fresh,
             f"gradients ({bits})": network[0].weight.grad,
         }
-    return {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in found.items()}
+    return {
+        name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in found.items()
+    }
 
 
 def effects(names):
@@ -78,12 +87,18 @@ def effects(names):
     command = [sys.executable, __file__, "probe"]
     found = {}
     for name in ("as it is", *names):
-        done = subprocess.run(command, env=environment(name), capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, env=environment(name), capture_output=True, text=True, check=True
+        )
         found[name] = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
     lines = []
     for name in names:
         changed = [what for what, value in found[name].items() if value != found["as it is"][what]]
-        says = f"changes bits of {', '.join(changed)}" if changed else "changes NO bit of the probe on this machine"
+        says = (
+            f"changes bits of {', '.join(changed)}"
+            if changed
+            else "changes NO bit of the probe on this machine"
+        )
         lines.append(f"{name}: {says}")
     return lines
 

@@ -6,11 +6,12 @@
                                                                 of one element of a page: README's picture,
                                                                 book/_static/everybody.png, is this at 640 px
 
-Each page is opened from its file, in both colour schemes, at the widths of a phone, a tablet, a laptop and a desktop,
-and once more over http.  It must ask no other machine for anything, raise no console error, show no broken formula and
-no TeX, never scroll sideways, describe every picture, have one title at most, set its text off against what is
-behind it (WCAG's AA), link only to pages and anchors that exist and load no more than 2 MB, MathJax not counted.  Every
-character must be set in a font that the book brings along, so that a page looks the same on every machine.
+Each page is opened from its file, in both colour schemes, at the widths of a phone, a tablet, a
+laptop and a desktop, and once more over http. It must ask no other machine for anything, raise no
+console error, show no broken formula and no TeX, never scroll sideways, describe every picture,
+have one title at most, set its text off against what is behind it (WCAG's AA), link only to pages
+and anchors that exist and load no more than 2 MB, MathJax not counted. Every character must be set
+in a font that the book brings along, so that a page looks the same on every machine.
 
 Without a Chromium the check says so and ends well, except where CI is set.
 """
@@ -30,7 +31,8 @@ SCHEMES = ("light", "dark")
 HEAVIEST = 2_000_000  # bytes, of all that a page loads but MathJax
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SERVED = "http://book.test/"  # no machine: requests to it are answered from the folder
-# The theme mentions a variable that only its Thebe button defines; what is blocked is reported where it is asked for.
+# The theme mentions a variable that only its Thebe button defines; what is blocked is reported
+# where it is asked for.
 HARMLESS = ("THEBE_JS_URL", "ERR_FAILED", "ERR_BLOCKED")
 
 SETTLE = """async () => {
@@ -79,7 +81,8 @@ LINKS = """() => [
     [...document.querySelectorAll("[id], a[name]")].map(node => node.id || node.name),
 ]"""
 
-# The contrast that WCAG 2.1 asks for at level AA: 4.5, or 3 for text of 24 px, or of 18.7 px in bold.
+# The contrast that WCAG 2.1 asks for at level AA: 4.5, or 3 for text of 24 px, or of 18.7 px in
+# bold.
 CONTRAST = """() => {
     const numbers = color => color.match(/[\\d.]+/g).map(Number);
     const light = color => {
@@ -123,7 +126,8 @@ OVERFLOW = """() => {
     return found;
 }"""
 
-# Characters that no font which the page brings along has, by its `unicode-range`: the machine's would be taken.
+# Characters that no font which the page brings along has, by its `unicode-range`: the machine's
+# would be taken.
 FONTS = """async () => {
     const name = family => family.trim().replace(/^["']|["']$/g, "");
     const shown = {};
@@ -162,7 +166,9 @@ def browser(chromium=None, **options):
         opened = playwright.chromium.launch(
             executable_path=chromium or find_chromium(), args=["--font-render-hinting=none"]
         )
-        context = opened.new_context(**{"viewport": {"width": WIDTHS[-1], "height": 900}, **options})
+        context = opened.new_context(
+            **{"viewport": {"width": WIDTHS[-1], "height": 900}, **options}
+        )
         context.set_default_timeout(60_000)
         context.add_init_script("try { localStorage.setItem('mode', 'auto') } catch {}")
         yield context
@@ -171,7 +177,9 @@ def browser(chromium=None, **options):
 
 @contextlib.contextmanager
 def visit(context, site, name, problems, served=False):
-    """A page of the site, opened, unfolded and set, from its file or over http; `problems` takes what is wrong."""
+    """A page of the site, opened, unfolded and set, from its file or over http; `problems` takes
+    what is wrong.
+    """
     page, sizes = context.new_page(), {}
 
     def answer(route):
@@ -199,12 +207,17 @@ def visit(context, site, name, problems, served=False):
     page.evaluate(SETTLE)
     yield page
     if sum(sizes.values()) > HEAVIEST:
-        problems.append(f"loads {sum(sizes.values()) / 1e6:.1f} MB without MathJax, more than {HEAVIEST / 1e6:g}")
+        problems.append(
+            f"loads {sum(sizes.values()) / 1e6:.1f} MB without MathJax, more than "
+            f"{HEAVIEST / 1e6:g}"
+        )
     page.close()
 
 
 def check(site, pages=None, chromium=None):
-    """What is wrong with the pages of `site` (all of them, or those named), as (page, problem) pairs."""
+    """What is wrong with the pages of `site` (all of them, or those named), as (page, problem)
+    pairs.
+    """
     site = site.resolve()
     problems, links, anchors = [], {}, {}
     with browser(chromium) as context:
@@ -234,10 +247,14 @@ def check(site, pages=None, chromium=None):
 def all_pages(site):
     """Every page but the theme's own templates and the root's redirection to the first chapter."""
     pages = {
-        path: path.read_text(encoding="utf-8") for path in sorted(site.rglob("*.html")) if "_static" not in path.parts
+        path: path.read_text(encoding="utf-8")
+        for path in sorted(site.rglob("*.html"))
+        if "_static" not in path.parts
     }
     return [
-        path.relative_to(site).as_posix() for path, text in pages.items() if 'http-equiv="refresh"' not in text.lower()
+        path.relative_to(site).as_posix()
+        for path, text in pages.items()
+        if 'http-equiv="refresh"' not in text.lower()
     ]
 
 
@@ -254,7 +271,9 @@ def dead_links(site, links, anchors):
             elif anchor and path.is_relative_to(site):
                 known = anchors.get(path.relative_to(site).as_posix())
                 if known is not None and not {anchor, unquote(anchor)} & {*known}:
-                    problems.append((name, f"links to the anchor #{anchor} of {path.name}, which is not there"))
+                    problems.append(
+                        (name, f"links to the anchor #{anchor} of {path.name}, which is not there")
+                    )
     return problems
 
 
@@ -268,24 +287,39 @@ def draw(site, folder, pages, element):
                     page.emulate_media(color_scheme=scheme)
                     page.set_viewport_size({"width": width, "height": 900})
                     page.evaluate(THEME)
-                    file = folder / f"{name.removesuffix('.html').replace('/', '-')}-{width}-{scheme}.png"
+                    file = (
+                        folder
+                        / f"{name.removesuffix('.html').replace('/', '-')}-{width}-{scheme}.png"
+                    )
                     page.locator(element).first.screenshot(path=file)
                     print(file)
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description="Check the rendered pages in a headless Chromium.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description="Check the rendered pages in a headless Chromium.", allow_abbrev=False
+    )
     parser.add_argument("pages", nargs="*", help="such as book/intro.html (default: all)")
     parser.add_argument("--site", type=Path, default=ROOT / "_build" / "html")
-    parser.add_argument("--draw", type=Path, metavar="DIR", help="pictures of the pages instead of checks")
-    parser.add_argument("--of", metavar="SELECTOR", default="body", help="the element to draw (default: all of a page)")
+    parser.add_argument(
+        "--draw", type=Path, metavar="DIR", help="pictures of the pages instead of checks"
+    )
+    parser.add_argument(
+        "--of",
+        metavar="SELECTOR",
+        default="body",
+        help="the element to draw (default: all of a page)",
+    )
     options = parser.parse_args(arguments)
 
     if not (options.site / "index.html").is_file():
         print(f"no pages in {options.site}: run `make site` first")
         return 1
     if find_chromium() is None:
-        print("pages NOT checked in a browser: no Chromium was found (install chromium, or set CHROMIUM to its path)")
+        print(
+            "pages NOT checked in a browser: no Chromium was found (install chromium, or set "
+            "CHROMIUM to its path)"
+        )
         return 1 if os.environ.get("CI") else 0
     if options.draw:
         draw(options.site, options.draw, options.pages or all_pages(options.site), options.of)
@@ -293,7 +327,10 @@ def main(arguments=None):
     problems = check(options.site, options.pages)
     for page, problem in problems:
         print(f"{page}: {problem}")
-    print(f"pages checked in a browser at {', '.join(map(str, WIDTHS))} px, light and dark: {len(problems)} problems")
+    print(
+        f"pages checked in a browser at {', '.join(map(str, WIDTHS))} px, light and dark: "
+        f"{len(problems)} problems"
+    )
     return 1 if problems else 0
 
 

@@ -4,9 +4,10 @@
     python tools/environments.py turkish "serif font+one core"  these; a plus sign puts several into one run
     python tools/environments.py --command "make site" ...      something else than `make test`
 
-A check that passes at home only is a fault, and nobody finds it at home. Each environment changes one thing that a
-test could lean on without knowing: fonts, locale, time zone, cores, load, programs, the home folder, the path, Python.
-What cannot be made here (a locale without its sources, a Python that is not installed) is said and not counted.
+A check that passes at home only is a fault, and nobody finds it at home. Each environment changes
+one thing that a test could lean on without knowing: fonts, locale, time zone, cores, load,
+programs, the home folder, the path, Python. What cannot be made here (a locale without its sources,
+a Python that is not installed) is said and not counted.
 """
 
 import argparse
@@ -50,7 +51,8 @@ for process in 1 2 3 4 5 6; do "$TOOLS_PYTHON" -c 'while True: pass' & done
 trap 'kill $(jobs -p); wait 2>/dev/null' EXIT
 """
 
-# {name: lines of bash that come before the clone is made}; $MADE is an empty folder, $CLONE the name of the clone.
+# {name: lines of bash that come before the clone is made}; $MADE is an empty folder, $CLONE the
+# name of the clone.
 ENVIRONMENTS = {
     "as it is": "",
     "DejaVu alone": FONTS.format("DejaVu*.ttf"),
@@ -73,11 +75,18 @@ git clone -q "$ROOT" "$CLONE" && cd "$CLONE" && make .venv/.installed || { echo 
 
 
 def run(name, command, folder):
-    """(the exit status; what there is to say) of a command in an environment, or in several joined by "+"."""
+    """(the exit status; what there is to say) of a command in an environment, or in several joined
+    by "+".
+    """
     (folder / "made").mkdir()
     made = "".join(f"{ENVIRONMENTS[part]}\n" for part in name.split("+"))
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    variables |= {"ROOT": str(ROOT), "MADE": str(folder / "made"), "CLONE": "clone", "TOOLS_PYTHON": sys.executable}
+    variables |= {
+        "ROOT": str(ROOT),
+        "MADE": str(folder / "made"),
+        "CLONE": "clone",
+        "TOOLS_PYTHON": sys.executable,
+    }
     log = folder / "log.txt"
     with log.open("wb") as stream:
         done = subprocess.run(
@@ -100,7 +109,10 @@ def main():
     options = parser.parse_args()
     names = options.names or list(ENVIRONMENTS)
     if unknown := {part for name in names for part in name.split("+")} - set(ENVIRONMENTS):
-        parser.error(f"no such environment: {', '.join(sorted(unknown))} (there are {', '.join(ENVIRONMENTS)})")
+        parser.error(
+            f"no such environment: {', '.join(sorted(unknown))} (there are "
+            f"{', '.join(ENVIRONMENTS)})"
+        )
     print(f"{options.command}, on {arithmetic.processor()}, {os.cpu_count()} cores\n")
     print("| environment | outcome | minutes, with the install | |\n|:--|:--|--:|:--|", flush=True)
     outcomes = set()
@@ -110,7 +122,9 @@ def main():
             status, said = run(name, options.command, Path(folder))
         outcome = {0: "green", MISSING: "not tried"}.get(status, "RED")
         outcomes.add(outcome)
-        print(f"| {name} | {outcome} | {(time.monotonic() - started) / 60:.1f} | {said} |", flush=True)
+        print(
+            f"| {name} | {outcome} | {(time.monotonic() - started) / 60:.1f} | {said} |", flush=True
+        )
     return 1 if "RED" in outcomes else 0
 
 

@@ -17,12 +17,16 @@ PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 def pinned(requirements):
     """Each `name>=version` as `name==version`; what claims no lowest version stays as it is."""
-    return [re.sub(r"^([\w-]+)>=([\w.]+).*", r"\1==\2", requirement) for requirement in requirements]
+    return [
+        re.sub(r"^([\w-]+)>=([\w.]+).*", r"\1==\2", requirement) for requirement in requirements
+    ]
 
 
 def main(extras):
     project = tomllib.loads(PROJECT.read_text())["project"]
-    wanted = project["dependencies"] + [name for extra in extras for name in project["optional-dependencies"][extra]]
+    wanted = project["dependencies"] + [
+        name for extra in extras for name in project["optional-dependencies"][extra]
+    ]
     print("\n".join(pinned(wanted)))
 
 

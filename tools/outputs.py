@@ -1,15 +1,25 @@
 """Whether two executions of a cell give the same outputs, where equal is more than equal bytes.
 
-Memory addresses and wall times may differ (nbval.cfg), and a thousandth of a picture's pixels, since machines smooth
-lines differently. The SVG beside a picture has the same texts and shapes, each within a point of where it was, but for
-a hundredth of them. A cell may state a tolerance in its metadata (`tolerance: 0.01`): its numbers may then differ by
-this share of the larger one, its words may not.
+Memory addresses and wall times may differ (nbval.cfg), and a thousandth of a picture's pixels,
+since machines smooth lines differently. The SVG beside a picture has the same texts and shapes,
+each within a point of where it was, but for a hundredth of them. A cell may state a tolerance in
+its metadata (`tolerance: 0.01`): its numbers may then differ by this share of the larger one, its
+words may not.
 
->>> same_text("mean 1.00, holds", "mean 1.01, holds"), same_text("mean 1.00, holds", "mean 1.01, holds", tolerance=0.02)
+>>> (
+...     same_text("mean 1.00, holds", "mean 1.01, holds"),
+...     same_text("mean 1.00, holds", "mean 1.01, holds", tolerance=0.02),
+... )
 (False, True)
->>> [same_text("mean 1.00, holds", text, tolerance=0.02) for text in ("mean 1.00, fails", "mean 1.00 or 1, holds")]
+>>> [
+...     same_text("mean 1.00, holds", text, tolerance=0.02)
+...     for text in ("mean 1.00, fails", "mean 1.00 or 1, holds")
+... ]
 [False, False]
->>> same_text("| 9,990 | 1e-3 |", "| 10,010 | 1.01e-3 |", tolerance=0.02), same_text("-1", "1", tolerance=0.02)
+>>> (
+...     same_text("| 9,990 | 1e-3 |", "| 10,010 | 1.01e-3 |", tolerance=0.02),
+...     same_text("-1", "1", tolerance=0.02),
+... )
 (True, False)
 >>> same_text("it took 1.2 s", "it took 13 min"), same_text("it took 1.2 s", "it took 1.2 bits")
 (True, False)
@@ -42,19 +52,26 @@ NUMBER = re.compile(r"[-+\u2212]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 def same(fresh, committed, tolerance=0.0):
     """Whether two lists of outputs are the same, but for what may differ."""
-    if [plain(output) for output in within(fresh, committed, tolerance)] != [plain(output) for output in committed]:
+    if [plain(output) for output in within(fresh, committed, tolerance)] != [
+        plain(output) for output in committed
+    ]:
         return False
     return same_pictures(fresh, committed, tolerance)
 
 
 def plain(output):
     """An output without its count, its pixels and its lines."""
-    data = {kind: value if kind not in (PICTURE, DRAWING) else "" for kind, value in output.get("data", {}).items()}
+    data = {
+        kind: value if kind not in (PICTURE, DRAWING) else ""
+        for kind, value in output.get("data", {}).items()
+    }
     return {**output, "data": data, "execution_count": None}
 
 
 def within(fresh, committed, tolerance):
-    """The fresh outputs, with the committed text in place of each that is the same within the tolerance."""
+    """The fresh outputs, with the committed text in place of each that is the same within the
+    tolerance.
+    """
     fresh = copy.deepcopy(fresh)
     for new, old in zip(fresh, committed):
         for text, other in ((new, old), (new.get("data", {}), old.get("data", {}))):
@@ -70,8 +87,13 @@ def same_text(new, old, tolerance=0.0):
         return new == old
     # A number that needs more room moves the columns of a table.
     words = [re.sub(r"[ -]+", " ", NUMBER.sub("#", text)) for text in (new, old)]
-    numbers = [[float(x.replace(",", "").replace("\u2212", "-")) for x in NUMBER.findall(text)] for text in (new, old)]
-    return words[0] == words[1] and all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(*numbers))
+    numbers = [
+        [float(x.replace(",", "").replace("\u2212", "-")) for x in NUMBER.findall(text)]
+        for text in (new, old)
+    ]
+    return words[0] == words[1] and all(
+        math.isclose(a, b, rel_tol=tolerance) for a, b in zip(*numbers)
+    )
 
 
 def sanitized(text):
@@ -89,7 +111,9 @@ def same_pictures(fresh, committed, tolerance=0.0):
     pairs = [(pictures(fresh, kind), pictures(committed, kind)) for kind in (PICTURE, DRAWING)]
     if any(len(new) != len(old) for new, old in pairs):
         return False
-    return all(map(same_picture, *pairs[0])) and all(same_drawing(*pair, tolerance) for pair in zip(*pairs[1]))
+    return all(map(same_picture, *pairs[0])) and all(
+        same_drawing(*pair, tolerance) for pair in zip(*pairs[1])
+    )
 
 
 def same_picture(new, old):
@@ -100,18 +124,29 @@ def same_picture(new, old):
     from PIL import Image
 
     one, other = (
-        np.asarray(Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB"), dtype=int) for text in (new, old)
+        np.asarray(Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB"), dtype=int)
+        for text in (new, old)
     )
-    return one.shape == other.shape and (abs(one - other).max(axis=2) > PIXEL_LEVELS).mean() <= PIXEL_SHARE
+    return (
+        one.shape == other.shape
+        and (abs(one - other).max(axis=2) > PIXEL_LEVELS).mean() <= PIXEL_SHARE
+    )
 
 
 def same_drawing(new, old, tolerance=0.0):
-    """Equal in texts and shapes; all but a hundredth of the shapes stand within a point of where they were.
+    """Equal in texts and shapes; all but a hundredth of the shapes stand within a point of where
+    they were.
 
     >>> line = '<svg viewBox="0 0 9 9"><path d="M1 2L3 4" style="stroke: #000000"/><text x="5" y="6">ours</text></svg>'
-    >>> [same_drawing(line.replace(*change), line) for change in (("L3 4", "L2 3L3 4.5"), ("ours", "theirs"))]
+    >>> [
+    ...     same_drawing(line.replace(*change), line)
+    ...     for change in (("L3 4", "L2 3L3 4.5"), ("ours", "theirs"))
+    ... ]
     [True, False]
-    >>> [same_drawing(line.replace(*change), line) for change in (("L3 4", "L3 8"), ("#000000", "#ffffff"))]
+    >>> [
+    ...     same_drawing(line.replace(*change), line)
+    ...     for change in (("L3 4", "L3 8"), ("#000000", "#ffffff"))
+    ... ]
     [False, False]
     """
     if new == old:
@@ -124,7 +159,9 @@ def same_drawing(new, old, tolerance=0.0):
 
 
 def shapes(svg):
-    """The texts of an SVG, what kind each of its elements is of and how it looks, and where it stands."""
+    """The texts of an SVG, what kind each of its elements is of and how it looks, and where it
+    stands.
+    """
     elements = list(xml.etree.ElementTree.fromstring(svg).iter())
     boxes = []
     for element in elements:
@@ -138,10 +175,14 @@ def shapes(svg):
 
 
 def letters_on_a_phone(svg):
-    """The size in px of the smallest text of an SVG, exponents apart, where each of its columns is `PHONE` px wide.
+    """The size in px of the smallest text of an SVG, exponents apart, where each of its columns is
+    `PHONE` px wide.
 
     >>> wide = '<svg viewBox="0 0 500 200"><text style="font-size: 11px">ours</text></svg>'
-    >>> letters_on_a_phone(wide), letters_on_a_phone(wide.replace('"><text', '" data-cut="250"><text'))
+    >>> (
+    ...     letters_on_a_phone(wide),
+    ...     letters_on_a_phone(wide.replace('"><text', '" data-cut="250"><text')),
+    ... )
     (7.876, 15.752)
     """
     width, cut = re.match(r'<svg viewBox="0 0 (\S+) \S+"(?: data-cut="(\S+)")?', svg).groups()
@@ -158,5 +199,11 @@ def changed_lines(fresh, committed):
 
 def shown(output):
     data = output.get("data", {})
-    text = output.get("text") or data.get(DIGEST) or data.get("text/markdown") or data.get("text/plain") or ""
+    text = (
+        output.get("text")
+        or data.get(DIGEST)
+        or data.get("text/markdown")
+        or data.get("text/plain")
+        or ""
+    )
     return sanitized(text).splitlines()

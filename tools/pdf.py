@@ -1,16 +1,19 @@
-"""Print the built book into one PDF: every page of the table of contents, in its order, by a headless Chromium.
+"""Print the built book into one PDF: every page of the table of contents, in its order, by a
+headless Chromium.
 
     python tools/pdf.py                      _build/html becomes _build/dpcompanion.pdf
     python tools/pdf.py --site DIR FILE      another site, another file
 
-A title page and the contents come first. Every page of the book is a bookmark, with its sections below it, and links
-within the book lead to pages of the PDF. A reader of paper cannot unfold anything, so verdicts, solutions and proofs
-are printed open; the code of figures stays folded under its heading, as notebooks have it. The calculator and the
-moving picture are printed as they open. Tables and formulas that are wider than the paper are made smaller.
+A title page and the contents come first. Every page of the book is a bookmark, with its sections
+below it, and links within the book lead to pages of the PDF. A reader of paper cannot unfold
+anything, so verdicts, solutions and proofs are printed open; the code of figures stays folded under
+its heading, as notebooks have it. The calculator and the moving picture are printed as they open.
+Tables and formulas that are wider than the paper are made smaller.
 
-Before a page is printed it is looked at as `browser_check.py` does: a formula that MathJax did not set or could not
-read is a problem, and so are TeX in the text and a picture that is missing; and a table that would become illegible.
-A printed page without content is a problem too. With a problem the command ends badly.
+Before a page is printed it is looked at as `browser_check.py` does: a formula that MathJax did not
+set or could not read is a problem, and so are TeX in the text and a picture that is missing; and a
+table that would become illegible. A printed page without content is a problem too. With a problem
+the command ends badly.
 """
 
 import argparse
@@ -62,7 +65,8 @@ UNFOLD = """async () => {
     await Promise.all([...document.images].map(image => image.decode().catch(() => null)));
 }"""
 
-# A table that is wider than the paper shrinks; what is not much lower than a page is not torn apart.
+# A table that is wider than the paper shrinks; what is not much lower than a page is not torn
+# apart.
 FIT = """height => {
     const article = document.querySelector("article"), shrunk = [];
     for (const table of article.querySelectorAll("table:not(table table)")) {
@@ -79,7 +83,8 @@ FIT = """height => {
     return shrunk;
 }"""
 
-# Chromium makes a named place of each anchor that something on its page links to: so something does.
+# Chromium makes a named place of each anchor that something on its page links to: so something
+# does.
 ANCHOR = """() => {
     const links = document.createElement("nav");
     links.style.display = "none";
@@ -93,8 +98,9 @@ ANCHOR = """() => {
 
 @dataclass
 class Sheet:
-    """A page in the table of contents: its file below the site, the part it is in, and how deep it lies; once printed,
-    its title, its PDF, how many sheets come before it and how many it has."""
+    """A page in the table of contents: its file below the site, the part it is in, and how deep it
+    lies; once printed, its title, its PDF, how many sheets come before it and how many it has.
+    """
 
     name: str
     part: str
@@ -108,7 +114,10 @@ class Sheet:
 def contents(toc):
     """The pages that a `_toc.yml` names, in their order.
 
-    >>> toc = {"root": "a", "parts": [{"caption": "One", "chapters": [{"file": "b", "sections": [{"file": "c"}]}]}]}
+    >>> toc = {
+    ...     "root": "a",
+    ...     "parts": [{"caption": "One", "chapters": [{"file": "b", "sections": [{"file": "c"}]}]}],
+    ... }
     >>> [(sheet.name, sheet.part, sheet.depth) for sheet in contents(toc)]
     [('a.html', '', 0), ('b.html', 'One', 0), ('c.html', 'One', 1)]
     """
@@ -124,13 +133,19 @@ def contents(toc):
 
 
 def sheet_style(title, before, style=""):
-    """The style of a sheet of paper: margins, the title below, and the number, after `before` pages."""
+    """The style of a sheet of paper: margins, the title below, and the number, after `before`
+    pages.
+    """
     title = json.dumps(title, ensure_ascii=False)
-    return SHEET.format(title=title, before=before, style=style, font=FONT, top=TOP, side=SIDE, bottom=BOTTOM)
+    return SHEET.format(
+        title=title, before=before, style=style, font=FONT, top=TOP, side=SIDE, bottom=BOTTOM
+    )
 
 
 def paper(page):
-    return page.pdf(scale=SCALE, prefer_css_page_size=True, print_background=True, outline=True, tagged=True)
+    return page.pdf(
+        scale=SCALE, prefer_css_page_size=True, print_background=True, outline=True, tagged=True
+    )
 
 
 def print_page(context, site, sheet):
@@ -166,7 +181,10 @@ def front_matter(site, sheets, about):
             f"<span>{html.escape(sheet.title)}</span><i></i><span>{sheet.before + 1}</span></a>"
             for sheet in inside
         ]
-    title, notes = html.escape(about["title"]), "".join(f"<p>{html.escape(note)}</p>" for note in about["notes"])
+    title, notes = (
+        html.escape(about["title"]),
+        "".join(f"<p>{html.escape(note)}</p>" for note in about["notes"]),
+    )
     return (
         f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         f'<link rel="stylesheet" href="_static/custom.css">'
@@ -178,7 +196,9 @@ def front_matter(site, sheets, about):
 
 
 def print_book(site, toc, about, chromium=None, say=lambda line: None):
-    """The book as (the bytes of a PDF, {what was counted: number}, problems as (page, problem) pairs)."""
+    """The book as (the bytes of a PDF, {what was counted: number}, problems as (page, problem)
+    pairs).
+    """
     site, problems, sheets = Path(site).resolve(), [], []
     with browser_check.browser(chromium) as context:
         for sheet in contents(toc):
@@ -186,13 +206,17 @@ def print_book(site, toc, about, chromium=None, say=lambda line: None):
                 problems.append((sheet.name, "is in the table of contents, and was not built"))
                 continue
             sheet.before = sum(other.length for other in sheets)
-            problems += [(sheet.name, problem) for problem in dict.fromkeys(print_page(context, site, sheet))]
+            problems += [
+                (sheet.name, problem) for problem in dict.fromkeys(print_page(context, site, sheet))
+            ]
             sheets.append(sheet)
             say(f"{sheet.name}: {sheet.length} pages")
         page = context.new_page()
         page.route(
             "**/front.html",
-            lambda route: route.fulfill(body=front_matter(site, sheets, about), content_type="text/html"),
+            lambda route: route.fulfill(
+                body=front_matter(site, sheets, about), content_type="text/html"
+            ),
         )
         page.goto((site / "front.html").as_uri())
         page.evaluate(browser_check.SETTLE)
@@ -206,7 +230,9 @@ def print_book(site, toc, about, chromium=None, say=lambda line: None):
 
 
 def join(site, front, sheets):
-    """One PDF of all, with bookmarks, numbers of pages and links that stay inside: (writer, number of such links)."""
+    """One PDF of all, with bookmarks, numbers of pages and links that stay inside: (writer, number
+    of such links).
+    """
     from pypdf import PdfReader, PdfWriter
 
     writer, owners, places = PdfWriter(), [], {}
@@ -218,7 +244,8 @@ def join(site, front, sheets):
             for place, target in reader.named_destinations.items():
                 number = reader.get_destination_page_number(target)
                 height = float(reader.pages[number].mediabox.height)
-                # Chromium measures from the top of the content, before the margin and the scale. A little air above.
+                # Chromium measures from the top of the content, before the margin and the scale. A
+                # little air above.
                 top = height - TOP * POINTS - SCALE * (height - float(target.top)) + 4
                 places[sheet.name, unquote(place.lstrip("/"))] = (first + number, top)
             sheet.length = len(reader.pages)
@@ -235,7 +262,9 @@ def join(site, front, sheets):
 
 
 def lead(writer, page, name, site, places):
-    """Lead the links of a printed page of `name` to places in the PDF, and drop those to files that are not in it."""
+    """Lead the links of a printed page of `name` to places in the PDF, and drop those to files that
+    are not in it.
+    """
     from pypdf.generic import ArrayObject, FloatObject, NameObject, NullObject
 
     kept, inside = ArrayObject(), 0
@@ -253,7 +282,12 @@ def lead(writer, page, name, site, places):
         if place:
             number, top = place
             link.pop("/A", None)
-            leads = [writer.pages[number].indirect_reference, NameObject("/XYZ"), NullObject(), FloatObject(top)]
+            leads = [
+                writer.pages[number].indirect_reference,
+                NameObject("/XYZ"),
+                NullObject(),
+                FloatObject(top),
+            ]
             link[NameObject("/Dest")] = ArrayObject([*leads, NullObject()])
             kept.append(note)
             inside += 1
@@ -262,7 +296,9 @@ def lead(writer, page, name, site, places):
 
 
 def empty_pages(writer, offset, sheets):
-    """The pages without content: whatever is printed, but for the foot, is marked for those who listen to a page."""
+    """The pages without content: whatever is printed, but for the foot, is marked for those who
+    listen to a page.
+    """
     return [
         (sheet.name, f"page {number} is empty")
         for sheet in sheets
@@ -274,11 +310,15 @@ def empty_pages(writer, offset, sheets):
 def about_the_book():
     """Title, authors and notes for the title page, from CITATION.cff and the commit."""
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    names = [author.get("name") or f"{author['given-names']} {author['family-names']}" for author in cited["authors"]]
+    names = [
+        author.get("name") or f"{author['given-names']} {author['family-names']}"
+        for author in cited["authors"]
+    ]
     command = ["git", "log", "-1", "--format=Printed at commit %h of %cs."]
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     folded = (
-        "Verdicts, solutions and proofs are unfolded. The code of figures is folded, and can be read in the notebooks. "
+        "Verdicts, solutions and proofs are unfolded. The code of figures is folded, and can be "
+        "read in the notebooks. "
         "The calculator and the moving picture are shown as they open."
     )
     notes = [f"Version {cited['version']}. {cited['license']}.", commit, folded]
@@ -286,7 +326,9 @@ def about_the_book():
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description="Print the built book into one PDF.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description="Print the built book into one PDF.", allow_abbrev=False
+    )
     parser.add_argument("file", nargs="?", type=Path, default=ROOT / "_build" / "dpcompanion.pdf")
     parser.add_argument("--site", type=Path, default=ROOT / "_build" / "html")
     parser.add_argument("--toc", type=Path, default=ROOT / "_toc.yml")
@@ -296,16 +338,24 @@ def main(arguments=None):
         print(f"no pages in {options.site}: run `make site` first")
         return 1
     if browser_check.find_chromium() is None:
-        print("the book was NOT printed: no Chromium was found (install chromium, or set CHROMIUM to its path)")
+        print(
+            "the book was NOT printed: no Chromium was found (install chromium, or set CHROMIUM to "
+            "its path)"
+        )
         return 1
     toc = yaml.safe_load(options.toc.read_text(encoding="utf-8"))
-    data, counted, problems = print_book(options.site, toc, about_the_book(), say=lambda line: print(line, flush=True))
+    data, counted, problems = print_book(
+        options.site, toc, about_the_book(), say=lambda line: print(line, flush=True)
+    )
     options.file.parent.mkdir(parents=True, exist_ok=True)
     options.file.write_bytes(data)
     for page, problem in problems:
         print(f"{page}: {problem}")
     counts = ", ".join(f"{number:,} {what}" for what, number in counted.items())
-    print(f"the book on paper: {options.file} ({counts}, {len(data) / 1e6:.1f} MB): {len(problems)} problems")
+    print(
+        f"the book on paper: {options.file} ({counts}, {len(data) / 1e6:.1f} MB): {len(problems)} "
+        "problems"
+    )
     return 1 if problems else 0
 
 

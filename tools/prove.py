@@ -1,10 +1,12 @@
-"""Run the checks of `make test` or of `make prove`, then say what was proved and what was not tried.
+"""Run the checks of `make test` or of `make prove`, then say what was proved and what was not
+tried.
 
     python tools/prove.py test
     python tools/prove.py prove      the rest, which takes longer
 
-Steps of one lane run one after the other and print as they go. The second lane fills the cores that the first leaves
-idle, and prints a step when it is over. A step that fails does not keep the others from running, but the end is red.
+Steps of one lane run one after the other and print as they go. The second lane fills the cores that
+the first leaves idle, and prints a step when it is over. A step that fails does not keep the others
+from running, but the end is red.
 """
 
 import collections
@@ -19,7 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MAKE = ("make", "--no-print-directory")
 # Trackers, filters, attacks and theorems: what trains on these is what all papers share.
-TRAINS = "PAGES=book/papers/individual-accounting*.ipynb book/attacker.ipynb book/your-own-model.ipynb"
+TRAINS = (
+    "PAGES=book/papers/individual-accounting*.ipynb book/attacker.ipynb book/your-own-model.ipynb"
+)
 # Tests of one file share what they train.
 PYTEST = (sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-rs")
 STEPS = {
@@ -35,8 +39,19 @@ STEPS = {
     "prove": (
         {
             "slow tests": (*PYTEST, "-m", "slow"),
-            "deliberate faults, each caught by the short run": (sys.executable, "-m", "tests.mutations", "--jobs", "2"),
-            "notebooks that train, under another arithmetic": (*MAKE, "notebooks", TRAINS, "UNDER=sse+jitter"),
+            "deliberate faults, each caught by the short run": (
+                sys.executable,
+                "-m",
+                "tests.mutations",
+                "--jobs",
+                "2",
+            ),
+            "notebooks that train, under another arithmetic": (
+                *MAKE,
+                "notebooks",
+                TRAINS,
+                "UNDER=sse+jitter",
+            ),
         },
         {"site": (*MAKE, "site"), "pages in a browser": (sys.executable, "tools/browser_check.py")},
     ),
@@ -44,7 +59,9 @@ STEPS = {
 
 
 def run(title, command, live):
-    """Run a step and show what it prints: (whether it went well, its lines, the minutes that it took)."""
+    """Run a step and show what it prints: (whether it went well, its lines, the minutes that it
+    took).
+    """
     if live:
         print(f"== {title}", flush=True)
     started, lines = time.monotonic(), []
@@ -62,20 +79,31 @@ def run(title, command, live):
             lines.append(line.rstrip())
     if not live:
         print("\n".join([f"== {title}", *lines]), flush=True)
-    return process.returncode == 0, [line.strip() for line in lines if line.strip()], (time.monotonic() - started) / 60
+    return (
+        process.returncode == 0,
+        [line.strip() for line in lines if line.strip()],
+        (time.monotonic() - started) / 60,
+    )
 
 
 def main(which):
     lane, beside = STEPS[which]
     with ThreadPoolExecutor() as pool:
-        later = pool.submit(lambda: {title: run(title, command, live=False) for title, command in beside.items()})
-        found = {title: run(title, command, live=True) for title, command in lane.items()} | later.result()
+        later = pool.submit(
+            lambda: {title: run(title, command, live=False) for title, command in beside.items()}
+        )
+        found = {
+            title: run(title, command, live=True) for title, command in lane.items()
+        } | later.result()
     skipped = collections.Counter()
     print("\n== what was proved")
     for title, (good, lines, minutes) in found.items():
         unseen = [line for line in lines if "NOT checked" in line]
         if not good or not unseen:
-            print(f"{'proved' if good else 'FAILED'}: {title} ({minutes:.1f} min){f': {lines[-1]}' if lines else ''}")
+            print(
+                f"{'proved' if good else 'FAILED'}: {title} ({minutes:.1f} "
+                f"min){f': {lines[-1]}' if lines else ''}"
+            )
         skipped.update(unseen)
         for line in lines:
             if skip := re.match(r"SKIPPED \[(\d+)\] \S+: (.*)", line):
@@ -83,7 +111,10 @@ def main(which):
     for reason, number in skipped.items():
         print(f"not tried: {reason} ({number})")
     if which == "test":
-        print(f"not tried, but by make prove: {', '.join(t for steps in STEPS['prove'] for t in steps if t != 'site')}")
+        print(
+            "not tried, but by make prove: "
+            f"{', '.join(t for steps in STEPS['prove'] for t in steps if t != 'site')}"
+        )
     return 0 if all(good for good, _, _ in found.values()) else 1
 
 

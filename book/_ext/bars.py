@@ -1,4 +1,5 @@
-r"""Draws a few numbers as horizontal bars: inline SVG in the colours of the theme, for pages that run no code.
+r"""Draws a few numbers as horizontal bars: inline SVG in the colours of the theme, for pages that
+run no code.
 
     ```{bars}
     :alt: What the picture shows, for readers who do not see it.
@@ -6,7 +7,8 @@ r"""Draws a few numbers as horizontal bars: inline SVG in the colours of the the
     Rényi filter | 9 | [9%]{.live}
     ```
 
-A line is a label, the length of its bar, what is written beside it, and, if the bar is the one to look at, `ours`.
+A line is a label, the length of its bar, what is written beside it, and, if the bar is the one to
+look at, `ours`.
 """
 
 import html

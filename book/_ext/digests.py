@@ -1,4 +1,6 @@
-"""Keeps from the pages what only checks read: the digests that notebooks store beside their figures."""
+"""Keeps from the pages what only checks read: the digests that notebooks store beside their
+figures.
+"""
 
 import json
 
@@ -9,14 +11,18 @@ def without_digests(text):
     """The text of a notebook without the outputs that are digests.
 
     >>> digest = {"output_type": "display_data", "data": {MIME_TYPE: "1 value"}, "metadata": {}}
-    >>> notebook = {"cells": [{"cell_type": "code", "outputs": [digest]}, {"cell_type": "markdown"}]}
+    >>> notebook = {
+    ...     "cells": [{"cell_type": "code", "outputs": [digest]}, {"cell_type": "markdown"}]
+    ... }
     >>> without_digests(json.dumps(notebook))
     '{"cells": [{"cell_type": "code", "outputs": []}, {"cell_type": "markdown"}]}'
     """
     notebook = json.loads(text)
     for cell in notebook["cells"]:
         if "outputs" in cell:
-            cell["outputs"] = [output for output in cell["outputs"] if MIME_TYPE not in output.get("data", {})]
+            cell["outputs"] = [
+                output for output in cell["outputs"] if MIME_TYPE not in output.get("data", {})
+            ]
     return json.dumps(notebook, ensure_ascii=False)
 
 

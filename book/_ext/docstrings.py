@@ -1,8 +1,9 @@
 """Lets docstrings say what they say in plain text.
 
-Sphinx reads docstrings as reStructuredText; this takes a bar or the star of `(n, *shape)` for what it is, and leaves
-formulas (`:math:`), examples (`>>>`) and literal blocks as they are.  A function has one signature on its page:
-overloads are for type checkers.  What a page has under its module's name is found under its package's, too.
+Sphinx reads docstrings as reStructuredText; this takes a bar or the star of `(n, *shape)` for what
+it is, and leaves formulas (`:math:`), examples (`>>>`) and literal blocks as they are. A function
+has one signature on its page: overloads are for type checkers. What a page has under its module's
+name is found under its package's, too.
 """
 
 import re
@@ -12,9 +13,16 @@ from sphinx.ext.autodoc import FunctionDocumenter
 
 
 def with_bars(lines):
-    """The lines of a docstring with bars and lone stars as reStructuredText; lines that have none come back unchanged.
+    """The lines of a docstring with bars and lone stars as reStructuredText; lines that have none
+    come back unchanged.
 
-    >>> print("\\n".join(with_bars(["|a| of (n, *shape), :math:`|b|`", "", "As in::", "", "    a | b", "", "|c|"])))
+    >>> print(
+    ...     "\\n".join(
+    ...         with_bars(
+    ...             ["|a| of (n, *shape), :math:`|b|`", "", "As in::", "", "    a | b", "", "|c|"]
+    ...         )
+    ...     )
+    ... )
     \\|a\\| of (n, \\*shape), :math:`|b|`
     <BLANKLINE>
     As in::
@@ -57,7 +65,9 @@ class OneSignature(FunctionDocumenter):
 
 
 def _without_source(app):
-    """The index of modules lists no module whose source was not found, such as that of what Python builds in."""
+    """The index of modules lists no module whose source was not found, such as that of what Python
+    builds in.
+    """
     known = getattr(app.env, "_viewcode_modules", {})
     for name in [name for name, found in known.items() if not found]:
         del known[name]
@@ -65,8 +75,12 @@ def _without_source(app):
 
 
 def _under_the_package(app, doctree):
-    """A source links back to its page by one name of its module, the package's where that has a name of it."""
-    signatures = [node for node in doctree.findall(nodes.Element) if node.tagname == "desc_signature"]
+    """A source links back to its page by one name of its module, the package's where that has a
+    name of it.
+    """
+    signatures = [
+        node for node in doctree.findall(nodes.Element) if node.tagname == "desc_signature"
+    ]
     taken = {name for signature in signatures for name in signature["ids"]}
     for signature in signatures:
         module = signature.get("module") or ""

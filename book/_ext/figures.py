@@ -1,9 +1,10 @@
-"""Draws each figure of a notebook into its page as SVG: in the colours of the theme, and on a phone in one column.
+"""Draws each figure of a notebook into its page as SVG: in the colours of the theme, and on a phone
+in one column.
 
 A notebook keeps a figure as PNG and, beside it, as an SVG element in the colours of print
-(`dpcompanion.reproduction.plotting.drawing`). Here the colours become variables of `custom.css`, which has a value of
-each for either theme, and a figure of two columns becomes two pictures of one drawing, which narrow pages show below
-each other.
+(`dpcompanion.reproduction.plotting.drawing`). Here the colours become variables of `custom.css`,
+which has a value of each for either theme, and a figure of two columns becomes two pictures of one
+drawing, which narrow pages show below each other.
 """
 
 import html
@@ -47,7 +48,9 @@ aria-hidden="true"><g id="fig"><path id="fig-a" style="stroke: var(--ink)"/><use
         r'<svg viewBox="0 0 (\S+) (\S+)"(?: data-cut="(.*?)")?>(.*)</svg>', svg, re.DOTALL
     ).groups()
     if unknown := {*re.findall(r"(?:fill|stroke): (#\w{6})", body)} - COLORS.keys():
-        raise ValueError(f"{name}: no variable of custom.css stands for the colour {', '.join(sorted(unknown))}")
+        raise ValueError(
+            f"{name}: no variable of custom.css stands for the colour {', '.join(sorted(unknown))}"
+        )
     body = re.sub(r"(?<=(?:fill|roke): )#\w{6}", lambda color: f"var(--{COLORS[color[0]]})", body)
     # A rule for `image` would not reach into the second column, a variable does.
     body = re.sub(r"<image [^>]*/>", r'<g style="filter: var(--image)">\g<0></g>', body)

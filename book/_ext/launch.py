@@ -16,13 +16,19 @@ def options(address):
     """
     if not address:
         return {}
-    buttons = {"notebook_interface": "jupyterlab", "binderhub_url": BINDER, "colab_url": COLAB, "thebe": False}
+    buttons = {
+        "notebook_interface": "jupyterlab",
+        "binderhub_url": BINDER,
+        "colab_url": COLAB,
+        "thebe": False,
+    }
     return {"repository_url": address, "repository_branch": "main", "launch_buttons": buttons}
 
 
 def setup(app):
     app.add_config_value("public_repository", "", "html")
     app.connect(
-        "config-inited", lambda app, config: config.html_theme_options.update(options(config.public_repository))
+        "config-inited",
+        lambda app, config: config.html_theme_options.update(options(config.public_repository)),
     )
     return {"parallel_read_safe": True}

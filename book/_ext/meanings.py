@@ -1,4 +1,6 @@
-"""Gives each link to a term of the glossary the term's meaning, which `glossary.js` shows under pointer and focus."""
+"""Gives each link to a term of the glossary the term's meaning, which `glossary.js` shows under
+pointer and focus.
+"""
 
 from docutils import nodes
 from sphinx import addnodes
@@ -8,7 +10,9 @@ def meanings(doctree):
     """The id of each term of a glossary and its definition as plain text."""
     found = {}
     for entry in doctree.findall(nodes.definition_list_item):
-        text = " ".join(part.astext().replace("\n", " ") for part in entry.findall(nodes.definition))
+        text = " ".join(
+            part.astext().replace("\n", " ") for part in entry.findall(nodes.definition)
+        )
         for term in entry.findall(nodes.term):
             found.update(dict.fromkeys(term["ids"], text))
     return found

@@ -1,7 +1,8 @@
-"""What other sites show of a page that is linked to: its title, a description, and the book's picture.
+"""What other sites show of a page that is linked to: its title, a description, and the book's
+picture.
 
-The description is the first paragraph of the page. The picture needs the book's address, `html_baseurl`; until that is
-set there is none.
+The description is the first paragraph of the page. The picture needs the book's address,
+`html_baseurl`; until that is set there is none.
 """
 
 import html
@@ -17,7 +18,11 @@ def description(doctree):
     """The first paragraph of some length, cut at a word.
 
     >>> from docutils.core import publish_doctree
-    >>> description(publish_doctree("Short.\\n\\nA paragraph with enough words to say what this page is about."))
+    >>> description(
+    ...     publish_doctree(
+    ...         "Short.\\n\\nA paragraph with enough words to say what this page is about."
+    ...     )
+    ... )
     'A paragraph with enough words to say what this page is about.'
     """
     for paragraph in doctree.findall(nodes.paragraph):
@@ -40,7 +45,11 @@ def setup(app):
         shared["og:description"] = said["description"]
         if address := app.config.html_baseurl:
             shared["og:image"] = f"{address.rstrip('/')}/_static/{PICTURE}"
-        lines = [f'<meta name="{name}" content="{html.escape(text)}">' for name, text in said.items() if text]
+        lines = [
+            f'<meta name="{name}" content="{html.escape(text)}">'
+            for name, text in said.items()
+            if text
+        ]
         lines += [
             f'<meta property="{name}" content="{html.escape(html.unescape(text))}">'
             for name, text in shared.items()

@@ -1,12 +1,19 @@
-"""Says what is folded away: the code of a figure or table, an experiment's code, or the solution of an exercise.
+"""Says what is folded away: the code of a figure or table, an experiment's code, or the solution of
+an exercise.
 
-A cell tagged `hide-cell` is a solution, one tagged `hide-input` shows its output and folds its code, and one tagged
-`remove-input` and `hide-output` lists the code of an experiment. The words are what screen readers say as well.
+A cell tagged `hide-cell` is a solution, one tagged `hide-input` shows its output and folds its
+code, and one tagged `remove-input` and `hide-output` lists the code of an experiment. The words are
+what screen readers say as well.
 """
 
 from myst_nb.sphinx_ import HideCodeCellNode
 
-WORDS = {"content": "Solution", "source": "Code", "output": "Output", "outputs": "The experiment's code"}
+WORDS = {
+    "content": "Solution",
+    "source": "Code",
+    "output": "Output",
+    "outputs": "The experiment's code",
+}
 LABEL = '<summary aria-label="Toggle hidden content">'
 
 

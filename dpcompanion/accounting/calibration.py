@@ -1,9 +1,9 @@
 r"""Parameters of a run that meet a privacy target.
 
-Epsilon falls with the noise multiplier and rises with the sample rate and the number of steps, so each
-search is for the one crossing of a monotone function.  All of them are conservative: what they return
-meets the target by `compute_epsilon` itself, and lies within a relative 1e-4 of the best.  A target
-that cannot be met is refused, never nearly met.
+Epsilon falls with the noise multiplier and rises with the sample rate and the number of steps, so
+each search is for the one crossing of a monotone function. All of them are conservative: what they
+return meets the target by `compute_epsilon` itself, and lies within a relative 1e-4 of the best. A
+target that cannot be met is refused, never nearly met.
 
 >>> from dpcompanion.accounting import compute_epsilon, find_noise_multiplier
 >>> run = dict(sample_rate=0.01, steps=1000)
@@ -22,7 +22,12 @@ _SMALLEST_RATE, _LARGEST_NOISE, _MOST_STEPS = 1e-12, 1e9, 10**9
 
 
 def find_noise_multiplier(
-    *, target_epsilon: float, target_delta: float, sample_rate: float, steps: int, accountant: str = "pld"
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: str = "pld",
 ) -> float:
     """The smallest noise multiplier, within a relative 1e-4, at which a run costs at most
     (target_epsilon, target_delta).
@@ -40,10 +45,19 @@ def find_noise_multiplier(
         A float, at least 1e-3; `compute_epsilon` at it never exceeds the target.
 
     Raises:
-        ValueError: an argument outside its range, or a target that no noise multiplier up to 1e9 meets.
+        ValueError: an argument outside its range, or a target that no noise multiplier up to 1e9
+        meets.
 
-    >>> round(find_noise_multiplier(target_epsilon=1, target_delta=1e-5, sample_rate=1 / 118, steps=9440,
-    ...                             accountant="rdp"), 3)
+    >>> round(
+    ...     find_noise_multiplier(
+    ...         target_epsilon=1,
+    ...         target_delta=1e-5,
+    ...         sample_rate=1 / 118,
+    ...         steps=9440,
+    ...         accountant="rdp",
+    ...     ),
+    ...     3,
+    ... )
     3.425
     """
     target_epsilon, target_delta = _check_target(target_epsilon, target_delta, accountant)
@@ -62,18 +76,32 @@ def find_noise_multiplier(
             target_epsilon,
         )
 
-    found = _searched(excess, accountant, start=0.0, low=math.log(1e-3), high=math.log(_LARGEST_NOISE), meets="above")
+    found = _searched(
+        excess,
+        accountant,
+        start=0.0,
+        low=math.log(1e-3),
+        high=math.log(_LARGEST_NOISE),
+        meets="above",
+    )
     if found is None:
         raise ValueError(
-            f"target_epsilon={target_epsilon:g} cannot be met: not even a noise multiplier of {_LARGEST_NOISE:g} does"
+            f"target_epsilon={target_epsilon:g} cannot be met: not even a noise multiplier of "
+            f"{_LARGEST_NOISE:g} does"
         )
     return math.exp(found)
 
 
 def find_sample_rate(
-    *, target_epsilon: float, target_delta: float, noise_multiplier: float, steps: int, accountant: str = "pld"
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    noise_multiplier: float,
+    steps: int,
+    accountant: str = "pld",
 ) -> float:
-    """The largest sample rate, within a relative 1e-4, at which a run costs at most (target_epsilon, target_delta).
+    """The largest sample rate, within a relative 1e-4, at which a run costs at most
+    (target_epsilon, target_delta).
 
     Neighbouring relation: add or remove one example. Sampler: Poisson.
 
@@ -85,16 +113,25 @@ def find_sample_rate(
         accountant: "pld" or "rdp".
 
     Returns:
-        A float, 1.0 where even full batches meet the target; `compute_epsilon` at it never exceeds the target.
+        A float, 1.0 where even full batches meet the target; `compute_epsilon` at it never exceeds
+        the target.
 
     Raises:
-        ValueError: an argument outside its range, or a target that no sample rate down to 1e-12 meets.
+        ValueError: an argument outside its range, or a target that no sample rate down to 1e-12
+        meets.
 
-    >>> round(find_sample_rate(target_epsilon=1.0, target_delta=1e-5, noise_multiplier=1.415, steps=1000), 4)
+    >>> round(
+    ...     find_sample_rate(
+    ...         target_epsilon=1.0, target_delta=1e-5, noise_multiplier=1.415, steps=1000
+    ...     ),
+    ...     4,
+    ... )
     0.01
     """
     target_epsilon, target_delta = _check_target(target_epsilon, target_delta, accountant)
-    noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
+    noise_multiplier = _checks.number(
+        "noise_multiplier", noise_multiplier, 0, math.inf, closed="neither"
+    )
     steps = _checks.whole_number("steps", steps, low=1)
 
     def excess(log_rate, accountant=accountant):
@@ -109,7 +146,14 @@ def find_sample_rate(
             target_epsilon,
         )
 
-    found = _searched(excess, accountant, start=math.log(0.01), low=math.log(_SMALLEST_RATE), high=0.0, meets="below")
+    found = _searched(
+        excess,
+        accountant,
+        start=math.log(0.01),
+        low=math.log(_SMALLEST_RATE),
+        high=0.0,
+        meets="below",
+    )
     if found is None:
         raise ValueError(
             f"target_epsilon={target_epsilon:g} cannot be met with "
@@ -120,7 +164,12 @@ def find_sample_rate(
 
 
 def find_steps(
-    *, target_epsilon: float, target_delta: float, sample_rate: float, noise_multiplier: float, accountant: str = "pld"
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float,
+    noise_multiplier: float,
+    accountant: str = "pld",
 ) -> int:
     """The largest number of steps at which a run costs at most (target_epsilon, target_delta).
 
@@ -137,15 +186,17 @@ def find_steps(
         An int; where a run is longer than 10,000 steps, within a relative 1e-4 of the largest.
 
     Raises:
-        ValueError: an argument outside its range, a target that one step exceeds, or one that a billion steps do not
-            spend.
+        ValueError: an argument outside its range, a target that one step exceeds, or one that a
+            billion steps do not spend.
 
     >>> find_steps(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.01, noise_multiplier=1.0)
     254
     """
     target_epsilon, target_delta = _check_target(target_epsilon, target_delta, accountant)
     sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
-    noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
+    noise_multiplier = _checks.number(
+        "noise_multiplier", noise_multiplier, 0, math.inf, closed="neither"
+    )
 
     def epsilon(steps, accountant=accountant):
         return compute_epsilon(
@@ -157,7 +208,9 @@ def find_steps(
         )
 
     if (one := epsilon(1)) > target_epsilon:
-        raise ValueError(f"target_epsilon={target_epsilon:g} cannot be met: one step already costs {one:g}")
+        raise ValueError(
+            f"target_epsilon={target_epsilon:g} cannot be met: one step already costs {one:g}"
+        )
 
     def whole(log_steps):
         return math.log(max(1, round(math.exp(log_steps))))
@@ -166,12 +219,19 @@ def find_steps(
         return _log_ratio(epsilon(round(math.exp(log_steps)), accountant), target_epsilon)
 
     found = _searched(
-        excess, accountant, start=math.log(1000), low=0.0, high=math.log(_MOST_STEPS), meets="below", snap=whole
+        excess,
+        accountant,
+        start=math.log(1000),
+        low=0.0,
+        high=math.log(_MOST_STEPS),
+        meets="below",
+        snap=whole,
     )
     steps = round(math.exp(found))
     if steps >= _MOST_STEPS:
         raise ValueError(
-            f"target_epsilon={target_epsilon:g} is not spent by {_MOST_STEPS:g} steps, the most that is looked at"
+            f"target_epsilon={target_epsilon:g} is not spent by {_MOST_STEPS:g} steps, the most "
+            "that is looked at"
         )
     return steps
 
@@ -192,7 +252,8 @@ def _log_ratio(epsilon, target):
 def _searched(excess, accountant, *, start, **options):
     """`search.crossing` of `excess`; by PLD from where RDP crosses.
 
-    RDP is never below PLD and much faster: its answer meets the target, and the tight one lies a little beyond.
+    RDP is never below PLD and much faster: its answer meets the target, and the tight one lies a
+    little beyond.
     """
     if accountant == "pld":
         near = crossing(lambda x: excess(x, "rdp"), start=start, **options)

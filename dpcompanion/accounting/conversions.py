@@ -49,21 +49,26 @@ class DeltaAt(NamedTuple):
     order: torch.Tensor
 
 
-def rdp_to_epsilon(rdp: Array, orders: Array, delta: Numbers, *, conversion: str = "balle2020") -> EpsilonAt:
+def rdp_to_epsilon(
+    rdp: Array, orders: Array, delta: Numbers, *, conversion: str = "balle2020"
+) -> EpsilonAt:
     r"""The smallest epsilon that Rényi divergences at several orders imply.
 
     Args:
-        rdp: total divergence at each order, in nats: a tensor of shape ``(..., K)`` (or a sequence of K numbers).
+        rdp: total divergence at each order, in nats: a tensor of shape ``(..., K)`` (or a sequence
+        of K numbers).
         orders: the K orders, above 1.
         delta: a number in (0, 1), or a tensor that broadcasts against ``rdp.shape[:-1]``.
         conversion: "balle2020" (the default, tighter) or "mironov2017".
 
     Returns:
-        `EpsilonAt`, the pair (epsilon, order), each a float64 tensor of shape ``(...)``: the bound, never negative,
+        `EpsilonAt`, the pair (epsilon, order), each a float64 tensor of shape ``(...)``: the bound,
+        never negative,
         and the order that gives it (nan where epsilon is inf).
 
     Raises:
-        ValueError: a negative or NaN divergence, an order not above 1, lengths that differ, a delta outside (0, 1).
+        ValueError: a negative or NaN divergence, an order not above 1, lengths that differ, a delta
+        outside (0, 1).
 
     >>> rdp_to_epsilon([0.1, 0.4], [2, 8], 1e-5, conversion="mironov2017")
     EpsilonAt(epsilon=tensor(2.0447, dtype=torch.float64), order=tensor(8., dtype=torch.float64))
@@ -73,18 +78,23 @@ def rdp_to_epsilon(rdp: Array, orders: Array, delta: Numbers, *, conversion: str
     if conversion == "mironov2017":
         epsilons = rdp + log_inverse_delta / (orders - 1)
     else:
-        epsilons = rdp + torch.log1p(-1 / orders) + (log_inverse_delta - torch.log(orders)) / (orders - 1)
+        epsilons = (
+            rdp + torch.log1p(-1 / orders) + (log_inverse_delta - torch.log(orders)) / (orders - 1)
+        )
     epsilon, best = epsilons.clamp(min=0).min(dim=-1)
     if conversion == "balle2020":
         epsilon = torch.where(_total_variation(rdp) <= delta, 0.0, epsilon)
     return EpsilonAt(epsilon, torch.where(epsilon.isfinite(), orders[best], math.nan))
 
 
-def rdp_to_delta(rdp: Array, orders: Array, epsilon: Numbers, *, conversion: str = "balle2020") -> DeltaAt:
+def rdp_to_delta(
+    rdp: Array, orders: Array, epsilon: Numbers, *, conversion: str = "balle2020"
+) -> DeltaAt:
     """The smallest delta at a given epsilon that Rényi divergences at several orders imply.
 
     Args:
-        rdp: total divergence at each order, in nats: a tensor of shape ``(..., K)`` (or a sequence of K numbers).
+        rdp: total divergence at each order, in nats: a tensor of shape ``(..., K)`` (or a sequence
+        of K numbers).
         orders: the K orders, above 1.
         epsilon: a number, at least 0, or a tensor that broadcasts against ``rdp.shape[:-1]``.
         conversion: "balle2020" (the default, tighter) or "mironov2017".
@@ -93,7 +103,8 @@ def rdp_to_delta(rdp: Array, orders: Array, epsilon: Numbers, *, conversion: str
         `DeltaAt`, the pair (delta, order), each a float64 tensor of shape ``(...)``.
 
     Raises:
-        ValueError: a negative or NaN divergence, an order not above 1, lengths that differ, an epsilon below 0.
+        ValueError: a negative or NaN divergence, an order not above 1, lengths that differ, an
+        epsilon below 0.
 
     >>> delta, order = rdp_to_delta([0.1, 0.4], [2, 8], 2.0447, conversion="mironov2017")
     >>> f"{float(delta):.2e}", float(order)
@@ -111,21 +122,27 @@ def rdp_to_delta(rdp: Array, orders: Array, epsilon: Numbers, *, conversion: str
 
 
 def least_epsilon(rdp_of, count, orders, delta):
-    """The least epsilon over all orders for each of `count` rows, from about a quarter of the divergences.
+    """The least epsilon over all orders for each of `count` rows, from about a quarter of the
+    divergences.
 
-    `rdp_of(rows, columns)` gives those of some rows at some orders. Epsilon times (order - 1) is convex in the order
-    (so is the divergence, and the conversion adds a convex term), hence epsilon falls and then rises: the least one
-    lies between the neighbours of the least of a few. Whatever is looked at is a bound.
+    `rdp_of(rows, columns)` gives those of some rows at some orders. Epsilon times (order - 1) is
+    convex in the order (so is the divergence, and the conversion adds a convex term), hence epsilon
+    falls and then rises: the least one lies between the neighbours of the least of a few. Whatever
+    is looked at is a bound.
     """
     first = torch.cat([torch.arange(0, len(orders) - 1, _APART), torch.tensor([len(orders) - 1])])
     all_rows = torch.arange(count, device=orders.device)
     epsilon, best = rdp_to_epsilon(rdp_of(all_rows, first), orders[first], delta)
-    place = torch.searchsorted(orders[first].contiguous(), best.nan_to_num(nan=math.inf)).clamp(max=len(first) - 1)
+    place = torch.searchsorted(orders[first].contiguous(), best.nan_to_num(nan=math.inf)).clamp(
+        max=len(first) - 1
+    )
     for each in place.unique().tolist():
         rows = (place == each).nonzero()[:, 0]
         low, high = int(first[max(each - 1, 0)]), int(first[min(each + 1, len(first) - 1)])
         near = torch.arange(low, high + 1)
-        epsilon[rows] = torch.minimum(epsilon[rows], rdp_to_epsilon(rdp_of(rows, near), orders[near], delta)[0])
+        epsilon[rows] = torch.minimum(
+            epsilon[rows], rdp_to_epsilon(rdp_of(rows, near), orders[near], delta)[0]
+        )
     return epsilon
 
 

@@ -1,30 +1,33 @@
 r"""Epsilon by privacy loss distributions for many histories at once.
 
-Individual accounting gives every example its own history: how many steps it took part in at each of a few
-noise levels.  Each history has its own composed privacy loss; this module computes the epsilons of tens
-of thousands of them in seconds.
+Individual accounting gives every example its own history: how many steps it took part in at each of
+a few noise levels. Each history has its own composed privacy loss; this module computes the
+epsilons of tens of thousands of them in seconds.
 
-What makes it cheap.  Losses of independent steps add, so on a common grid the characteristic
-function of history i is :math:`\prod_j \varphi_j(\theta)^{n_{ij}}`: the logarithms are one matrix product,
-counts times levels.  The composed loss is smooth, so its characteristic function has died out after a few dozen of the
-thousands of frequencies.  And delta at a given epsilon is linear in the composed distribution, so it can be
-read off in the frequency domain, without transforming back:
+What makes it cheap. Losses of independent steps add, so on a common grid the characteristic
+function of history i is :math:`\prod_j \varphi_j(\theta)^{n_{ij}}`: the logarithms are one matrix
+product, counts times levels. The composed loss is smooth, so its characteristic function has died
+out after a few dozen of the thousands of frequencies. And delta at a given epsilon is linear in the
+composed distribution, so it can be read off in the frequency domain, without transforming back:
 
 .. math::
     \delta_i(\varepsilon) = \frac{1}{N} \sum_k \Phi_i(k)\, \overline{W_\varepsilon(k)}, \qquad
     W_\varepsilon = \text{transform of } (1 - e^{\varepsilon - l})_+ \text{ on the grid}.
 
-What makes it sound.  Steps are discretised by connecting the dots and tilted as in `pld`; the window holds all but a
-bounded mass of every history (Chernoff); losses above the steps' caps count as delta; the frequencies left out are
-bounded by the largest modulus among them.  All these bounds are added to delta.  Between the epsilons that are looked
-at, delta is convex in :math:`e^\varepsilon` (it is a mean of such functions), so a chord is an upper bound.  Histories
-of like epsilon and like best tilt share grid, tilt and window.  Of more than 128 levels only 64 nodes are discretised;
-a step between two of them is hidden in a mixture of theirs (`accounting.levels`).
+What makes it sound. Steps are discretised by connecting the dots and tilted as in `pld`; the window
+holds all but a bounded mass of every history (Chernoff); losses above the steps' caps count as
+delta; the frequencies left out are bounded by the largest modulus among them. All these bounds are
+added to delta. Between the epsilons that are looked at, delta is convex in :math:`e^\varepsilon`
+(it is a mean of such functions), so a chord is an upper bound. Histories of like epsilon and like
+best tilt share grid, tilt and window. Of more than 128 levels only 64 nodes are discretised; a step
+between two of them is hidden in a mixture of theirs (`accounting.levels`).
 
 Memory: below 500 MB beside the counts, whatever their number.
 
 >>> counts = torch.tensor([[1000, 0], [0, 1000], [500, 500], [0, 0]])
->>> epsilon_of_histories(counts, sample_rate=0.01, noise_multipliers=[1.0, 2.0], delta=1e-5).round(decimals=2)
+>>> epsilon_of_histories(counts, sample_rate=0.01, noise_multipliers=[1.0, 2.0], delta=1e-5).round(
+...     decimals=2
+... )
 tensor([1.8300, 0.6200, 1.4000, 0.0000], dtype=torch.float64)
 """
 
@@ -55,7 +58,8 @@ _ROWS = 4096  # histories that are worked on at a time
 
 
 def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
-    """Epsilon of each history of steps of the sampled Gaussian mechanism: an upper bound, the worse of both directions.
+    """Epsilon of each history of steps of the sampled Gaussian mechanism: an upper bound, the worse
+    of both directions.
 
     Neighbouring relation: add or remove one example. Sampler: Poisson.
 
@@ -75,17 +79,23 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
     _checks.in_interval("noise_multipliers", noise_multipliers, 0, math.inf, closed="right")
     delta = _checks.number("delta", delta, _LEAST_DELTA, 1, closed="left")
     counts = counts if isinstance(counts, torch.Tensor) else torch.as_tensor(np.asarray(counts))
-    if counts.dtype in (torch.uint16, torch.uint32, torch.uint64):  # which PyTorch stores and hardly computes with
+    # which PyTorch stores and hardly computes with
+    if counts.dtype in (torch.uint16, torch.uint32, torch.uint64):
         counts = counts.to(torch.int64)
     whole = not counts.is_floating_point() and counts.dtype != torch.bool
-    if counts.is_floating_point() or (whole and counts.numel() and not 0 <= counts.min() <= counts.max() <= 2**53):
+    if counts.is_floating_point() or (
+        whole and counts.numel() and not 0 <= counts.min() <= counts.max() <= 2**53
+    ):
         _checks.in_interval("counts", counts, 0, 2**53)
         if not torch.equal(counts, counts.round()):
             raise ValueError("counts must be whole numbers, got fractions")
     levels = (
-        torch.as_tensor(_checks.unlabelled(noise_multipliers), dtype=torch.float64).reshape(-1).clamp(max=LARGEST_NOISE)
+        torch.as_tensor(_checks.unlabelled(noise_multipliers), dtype=torch.float64)
+        .reshape(-1)
+        .clamp(max=LARGEST_NOISE)
     )
-    if len(levels):  # one grid holds all losses: what costs a trillionth of the most expensive level counts as that
+    # one grid holds all losses: what costs a trillionth of the most expensive level counts as that
+    if len(levels):
         levels = levels.clamp(max=1e12 * float(levels.min()))
     levels = levels.tolist()
     if counts.ndim != 2 or counts.shape[1] != len(levels):
@@ -105,7 +115,8 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
     log_capped = LOG_CAPPED + math.log(delta) - math.log(float(total_steps(counts).max()))
     own = {1 / levels[j]: levels[j] for j in used.tolist()}
     between = Levels.between(
-        [1 / levels[j] for j in used.tolist()], most=len(used) if len(used) <= MOST_LEVELS else MIXTURE_NODES
+        [1 / levels[j] for j in used.tolist()],
+        most=len(used) if len(used) <= MOST_LEVELS else MIXTURE_NODES,
     )
     steps = [
         {
@@ -118,7 +129,11 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
     for part, found in zip(counts.split(block), epsilon.split(block)):
         part, which = distinct_rows(part[:, used])
         for own_steps in steps:
-            torch.maximum(found, epsilons_in_one_direction(part, between, own_steps, float(delta))[which], out=found)
+            torch.maximum(
+                found,
+                epsilons_in_one_direction(part, between, own_steps, float(delta))[which],
+                out=found,
+            )
     return epsilon
 
 
@@ -129,15 +144,24 @@ def _moments(counts, table):
 
 def distinct_rows(counts):
     """The distinct rows, and which of them each row is. Two equal rows may both be kept."""
-    weights = torch.rand(counts.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    marks, which = torch.cat([part.double() @ weights for part in counts.split(_ROWS)]).unique(return_inverse=True)
+    weights = torch.rand(
+        counts.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    marks, which = torch.cat([part.double() @ weights for part in counts.split(_ROWS)]).unique(
+        return_inverse=True
+    )
     if 2 * len(marks) > len(counts):
         return counts, torch.arange(len(counts))
-    first = torch.zeros(len(marks), dtype=torch.int64).index_copy_(0, which, torch.arange(len(counts)))
+    first = torch.zeros(len(marks), dtype=torch.int64).index_copy_(
+        0, which, torch.arange(len(counts))
+    )
     rows = counts[first]
     # Two rows that differ may have the same mark.
     other = torch.cat(
-        [(part != rows[own]).any(dim=1) for part, own in zip(counts.split(_ROWS), which.split(_ROWS))]
+        [
+            (part != rows[own]).any(dim=1)
+            for part, own in zip(counts.split(_ROWS), which.split(_ROWS))
+        ]
     ).nonzero()[:, 0]
     which[other] = torch.arange(len(other)) + len(rows)
     return torch.cat([rows, counts[other]]), which
@@ -149,11 +173,15 @@ def total_steps(counts):
 
 
 def epsilons_in_one_direction(counts, levels, steps, delta):
-    """Epsilon of histories, counts (n, levels); `steps` are those at the nodes of the levels, by sensitivity."""
+    """Epsilon of histories, counts (n, levels); `steps` are those at the nodes of the levels, by
+    sensitivity.
+    """
     total = total_steps(counts)
     spread = math.sqrt(float(total.max())) * max(step.std for step in steps.values())
     narrow = min(step.std for step in steps.values())
-    tilts = torch.from_numpy(np.geomspace(1e-3 / max(spread, 1e-3), 1e2 / min(max(narrow, 1e-300), 1.0), 160))
+    tilts = torch.from_numpy(
+        np.geomspace(1e-3 / max(spread, 1e-3), 1e2 / min(max(narrow, 1e-300), 1.0), 160)
+    )
     mgf = levels.blend(
         torch.stack(
             [
@@ -166,12 +194,15 @@ def epsilons_in_one_direction(counts, levels, steps, delta):
     bonus = -math.log(delta * (1 - 2 * math.exp(LOG_CAPPED))) - torch.log1p(tilts)
     # Chernoff's bound with the factor of Balle et al. (as in `pld`): where to look first.
     guess, at = _least(
-        counts, mgf, lambda moments, rows, of: (moments + bonus[of]) / tilts[of] - torch.log1p(1 / tilts[of])
+        counts,
+        mgf,
+        lambda moments, rows, of: (moments + bonus[of]) / tilts[of] - torch.log1p(1 / tilts[of]),
     )
     result = torch.where(total > 0, guess.clamp(min=0.0), 0.0)
     floor = 1e-9 / float(tilts[-1])
     open_ = (result > floor).nonzero()[:, 0]
-    own = tilts[at[open_]]  # where the guess is least, a smaller epsilon has the least bound on delta, too
+    # where the guess is least, a smaller epsilon has the least bound on delta, too
+    own = tilts[at[open_]]
     for _ in range(6):
         if not len(open_):
             break
@@ -182,9 +213,16 @@ def epsilons_in_one_direction(counts, levels, steps, delta):
             here = keys == key
             members = open_[here]
             low, found = _bucket(
-                counts[members], total[members], levels, steps, result[members], float(own[here].min()), delta
+                counts[members],
+                total[members],
+                levels,
+                steps,
+                result[members],
+                float(own[here].min()),
+                delta,
             )
-            # The guess is itself a bound; what lies below the bucket's range is looked at again, on a finer grid.
+            # The guess is itself a bound; what lies below the bucket's range is looked at again, on
+            # a finer grid.
             result[members] = torch.minimum(result[members], found)
             again.append(members[(found < low) & (found > floor)])
         open_ = torch.cat(again)
@@ -193,7 +231,9 @@ def epsilons_in_one_direction(counts, levels, steps, delta):
             counts[open_],
             mgf,
             lambda moments, rows, of: (
-                moments - tilts[of] * (epsilon[rows] + torch.log1p(1 / tilts[of])) - torch.log1p(tilts[of])
+                moments
+                - tilts[of] * (epsilon[rows] + torch.log1p(1 / tilts[of]))
+                - torch.log1p(tilts[of])
             ),
         )
         own = tilts[at]
@@ -201,11 +241,12 @@ def epsilons_in_one_direction(counts, levels, steps, delta):
 
 
 def _least(counts, table, value):
-    """The least of `value` over the columns of a table, and which column it is, for each history (n,).
+    """The least of `value` over the columns of a table, and which column it is, for each history
+    (n,).
 
-    `value` gets some histories' moments (m, k), which histories they are and which columns. Some histories are asked
-    about all columns, the others about those in between which these have their least, and about all if they have it at
-    an end or find nothing possible.
+    `value` gets some histories' moments (m, k), which histories they are and which columns. Some
+    histories are asked about all columns, the others about those in between which these have their
+    least, and about all if they have it at an end or find nothing possible.
     """
     everywhere = torch.arange(table.shape[1])
     least = torch.full((len(counts),), math.inf, dtype=torch.float64)
@@ -213,7 +254,9 @@ def _least(counts, table, value):
 
     def ask(rows, columns):
         for part in rows.split(_ROWS):
-            least[part], which = value(_moments(counts[part], table[:, columns]), part, columns).min(dim=1)
+            least[part], which = value(
+                _moments(counts[part], table[:, columns]), part, columns
+            ).min(dim=1)
             at[part] = columns[which]
 
     rows = torch.arange(len(counts))
@@ -231,11 +274,12 @@ def _least(counts, table, value):
 
 
 def _bucket(counts, total, levels, steps, guess, tilt, delta):
-    """Epsilon of histories whose guesses and own tilts lie within a factor; also the least epsilon that this grid
-    resolves well.
+    """Epsilon of histories whose guesses and own tilts lie within a factor; also the least epsilon
+    that this grid resolves well.
 
-    `tilt` is the least of their own. A larger one than its own magnifies what is added to a history's delta, beyond the
-    point where its moments explode without limit; a smaller one does not, for the logarithm of the moment is convex.
+    `tilt` is the least of their own. A larger one than its own magnifies what is added to a
+    history's delta, beyond the point where its moments explode without limit; a smaller one does
+    not, for the logarithm of the moment is convex.
     """
     used = counts.amax(dim=0).nonzero()[:, 0]
     counts, levels = counts[:, used], levels.only(used)
@@ -251,7 +295,8 @@ def _bucket(counts, total, levels, steps, guess, tilt, delta):
     first = math.floor(start / interval)
 
     phi, log_mass, beyond, cut = _transforms(levels, steps, size, interval, tilt)
-    # A grid of epsilons on which delta falls by at most a tenth of its logarithm from one to the next.
+    # A grid of epsilons on which delta falls by at most a tenth of its logarithm from one to the
+    # next.
     kept = _frequencies(counts, beyond, size)
     log_phi = torch.log(phi(kept))
     log_modulus = log_phi.real.clamp(min=-_IMPOSSIBLE)
@@ -267,9 +312,18 @@ def _bucket(counts, total, levels, steps, guess, tilt, delta):
         modulus = torch.exp(part @ log_modulus)
         real, imaginary = modulus * torch.cos(phases), modulus * torch.sin(phases)
         # Rounding errors of a power grow with it, and are relative to the bulk, not to the value.
-        slack = outside + steps_taken * (cut + TRANSFORM_ERROR) + 1e-14 + 2 * kept / size * _lost(tilt, interval)
+        slack = (
+            outside
+            + steps_taken * (cut + TRANSFORM_ERROR)
+            + 1e-14
+            + 2 * kept / size * _lost(tilt, interval)
+        )
         left_out = size // 2 + 1 - kept
-        tail = torch.exp(part @ beyond(kept))[:, None] * 2 * left_out / size if left_out else torch.zeros_like(slack)
+        tail = (
+            torch.exp(part @ beyond(kept))[:, None] * 2 * left_out / size
+            if left_out
+            else torch.zeros_like(slack)
+        )
         masses, capped = part @ log_mass, steps_taken * math.exp(steps[0].log_capped)
 
         def on(points):
@@ -291,8 +345,9 @@ def _bucket(counts, total, levels, steps, guess, tilt, delta):
 def _transforms(levels, steps, size, interval, tilt):
     """The tilted and discretised losses of the levels in the frequency domain.
 
-    Returns (k -> the first k frequencies (levels, k), logarithms of the masses before tilting (levels, 1),
-    k -> logarithms of bounds on the moduli from frequency k on (levels,), bound on the mass that was cut from a step).
+    Returns (k -> the first k frequencies (levels, k), logarithms of the masses before tilting
+    (levels, 1), k -> logarithms of bounds on the moduli from frequency k on (levels,), bound on the
+    mass that was cut from a step).
     """
     transforms, log_mass, cut = [], [], 0.0
     for step in steps:
@@ -302,7 +357,10 @@ def _transforms(levels, steps, size, interval, tilt):
         transforms.append(torch.fft.rfft(circle))
         log_mass.append(log_total)
         cut = max(cut, lost)
-    transforms, log_mass = torch.stack(transforms), torch.tensor(log_mass, dtype=torch.float64)[:, None]
+    transforms, log_mass = (
+        torch.stack(transforms),
+        torch.tensor(log_mass, dtype=torch.float64)[:, None],
+    )
     moduli = transforms.abs().flip(1).cummax(dim=1).values.flip(1)
 
     def log_moduli(k):
@@ -323,28 +381,40 @@ def _transforms(levels, steps, size, interval, tilt):
 
 
 def _window(counts, levels, steps, tilt, interval):
-    """Ends between which all tilted sums on the grid lie but for a small mass, and that mass (as in `pld`)."""
+    """Ends between which all tilted sums on the grid lie but for a small mass, and that mass (as in
+    `pld`).
+    """
     here = torch.tensor([tilt], dtype=torch.float64)
     base = levels.blend(torch.stack([step.log_mgf(here) for step in steps]))
     # Of a mixture somewhat less than its own, which only chooses where to look.
-    variances = torch.tensor([step.tilted_variance(tilt) for step in steps], dtype=torch.float64)[levels.high]
+    variances = torch.tensor([step.tilted_variance(tilt) for step in steps], dtype=torch.float64)[
+        levels.high
+    ]
     variance = max(float((part.double() @ variances).max()) for part in counts.split(_ROWS))
     few, many = sorted((tilt, 1 / max(math.sqrt(variance), 1e-6 / tilt)))
-    offsets = torch.from_numpy(np.geomspace(0.03 * few, 30 * many, int(20 * math.log10(1e3 * many / few))))
+    offsets = torch.from_numpy(
+        np.geomspace(0.03 * few, 30 * many, int(20 * math.log10(1e3 * many / few)))
+    )
     ends = []
     for sign in (1, -1):
         tilts = tilt + sign * offsets
         of_the_grid = (tilts * (1 + tilts)).clamp(min=0) * interval**2 / 8
-        rise = levels.blend(torch.stack([step.log_mgf(tilts) for step in steps])) - base + of_the_grid
-        reach, _ = _least(counts, rise, lambda moments, rows, of: (moments - WINDOW_LOG_TAIL) / offsets[of])
+        rise = (
+            levels.blend(torch.stack([step.log_mgf(tilts) for step in steps])) - base + of_the_grid
+        )
+        reach, _ = _least(
+            counts, rise, lambda moments, rows, of: (moments - WINDOW_LOG_TAIL) / offsets[of]
+        )
         ends.append(float(reach.max()))
     return -ends[1], ends[0], 2 * math.exp(WINDOW_LOG_TAIL)
 
 
 def _frequencies(counts, beyond, size):
-    """How many frequencies to keep: the least power of two after which all moduli are negligible, or all of them.
+    """How many frequencies to keep: the least power of two after which all moduli are negligible,
+    or all of them.
 
-    `beyond` gives the logarithm of the largest modulus of each level from a frequency on, or a bound on it.
+    `beyond` gives the logarithm of the largest modulus of each level from a frequency on, or a
+    bound on it.
     """
     kept = 32
     while kept <= size // 2:
@@ -355,26 +425,35 @@ def _frequencies(counts, beyond, size):
 
 
 def _payoffs(grid, first, size, interval, tilt, kept):
-    """The weights (kept, epsilons) with which frequencies enter delta, and an upper bound on the sum of the payoffs.
+    """The weights (kept, epsilons) with which frequencies enter delta, and an upper bound on the
+    sum of the payoffs.
 
-    A payoff is the difference of two geometric series, cut off at the end of the circle, and so is its transform.
+    A payoff is the difference of two geometric series, cut off at the end of the circle, and so is
+    its transform.
     """
-    # Multiplicities: every frequency but the first (and the last) stands for itself and its conjugate.
+    # Multiplicities: every frequency but the first (and the last) stands for itself and its
+    # conjugate.
     weight = torch.full((kept, 1), 2.0 / size, dtype=torch.float64)
     weight[0] = 1.0 / size
     if kept == size // 2 + 1:
         weight[-1] = 1.0 / size
-    start = torch.ceil(grid / interval - first).clamp(0, size).long()  # the first position above each epsilon
+    # the first position above each epsilon
+    start = torch.ceil(grid / interval - first).clamp(0, size).long()
     above = ((start + first).double() * interval - grid).clamp(min=0)
     count, frequency = size - start, torch.arange(kept)[:, None]
-    # The transform counts positions modulo the circle, so a mass has the phase of where its index falls.
-    angles = ((frequency * index % size).double() * (-2 * math.pi / size) for index in (start + first, count))
+    # The transform counts positions modulo the circle, so a mass has the phase of where its index
+    # falls.
+    angles = (
+        (frequency * index % size).double() * (-2 * math.pi / size)
+        for index in (start + first, count)
+    )
     begin, end = (torch.polar(torch.ones_like(angle), angle) for angle in angles)
 
     def series(rate):
         """The sum of exp(-rate above) over the positions above, transformed."""
         decay = torch.complex(
-            torch.full((kept, 1), -rate * interval, dtype=torch.float64), -2 * math.pi / size * frequency.double()
+            torch.full((kept, 1), -rate * interval, dtype=torch.float64),
+            -2 * math.pi / size * frequency.double(),
         )
         return (
             begin
@@ -388,13 +467,16 @@ def _payoffs(grid, first, size, interval, tilt, kept):
 
 
 def _lost(tilt, interval):
-    """What a transformed payoff may have lost to rounding: a few last bits of the larger series, which is up to
-    1 / (tilt interval)."""
+    """What a transformed payoff may have lost to rounding: a few last bits of the larger series,
+    which is up to 1 / (tilt interval).
+    """
     return 1e-15 / (tilt * interval)
 
 
 def _read_off(deltas, grid, delta):
-    """The least epsilon at which the chords of delta over exp(epsilon) reach the target; inf where none does."""
+    """The least epsilon at which the chords of delta over exp(epsilon) reach the target; inf where
+    none does.
+    """
     met = deltas <= delta
     index = met.double().argmax(dim=1)
     never = ~met.any(dim=1)
@@ -402,7 +484,8 @@ def _read_off(deltas, grid, delta):
     row = torch.arange(len(deltas))
     high, low = deltas[row, before], deltas[row, index]
     share = ((high - delta) / (high - low).clamp(min=5e-324)).clamp(0, 1)
-    # In units of exp(epsilon) at the chord's upper end: in those of the grid's end a low epsilon would underflow to 0.
+    # In units of exp(epsilon) at the chord's upper end: in those of the grid's end a low epsilon
+    # would underflow to 0.
     epsilon = grid[index] + torch.log(share + (1 - share) * torch.exp(grid[before] - grid[index]))
     epsilon = torch.minimum(torch.maximum(epsilon * (1 + 1e-12), grid[before]), grid[index])
     return torch.where(never, math.inf, torch.where(index == 0, 0.0, epsilon))

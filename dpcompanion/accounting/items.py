@@ -1,23 +1,26 @@
-r"""What a ledger holds: mechanisms that were run on people's data, and what each person's part of them costs.
+r"""What a ledger holds: mechanisms that were run on people's data, and what each person's part of
+them costs.
 
-Four kinds of items describe one mechanism for all: `SampledGaussian`, `Gaussian`, `Laplace`, `Guarantee`.  All are
-meant for one example that takes part or not, and a `LedgerEntry` says what that means and what an example is:
+Four kinds of items describe one mechanism for all: `SampledGaussian`, `Gaussian`, `Laplace`,
+`Guarantee`. All are meant for one example that takes part or not, and a `LedgerEntry` says what
+that means and what an example is:
 
-* ``relation="add-remove"``, that of an item on its own: one example is added or removed; their number is not public;
-* ``relation="zero-out"``: the data of one example are left out, and the number of examples is public.  What holds for
-  "add-remove" holds for this, too, but not the other way round;
+* ``relation="add-remove"``, that of an item on its own: one example is added or removed; their
+  number is not public;
+* ``relation="zero-out"``: the data of one example are left out, and the number of examples is
+  public. What holds for "add-remove" holds for this, too, but not the other way round;
 * `unit`: "example", or whose data they are, such as "patient".
 
 Where people differ, `PersonalCosts` counts for each of them how many steps
 of which kinds were theirs, and a `LedgerEntry` keeps two such counts apart:
 
-* `promised`: what was fixed beforehand, such as a rate, a clip norm or a filter's budget of one's own.  It holds for
-  every data set.
-* `account`: what was recorded along the run, as by `dpcompanion.individual`.  It describes this run (output-specific)
-  and promises nothing.
+* `promised`: what was fixed beforehand, such as a rate, a clip norm or a filter's budget of one's
+  own. It holds for every data set.
+* `account`: what was recorded along the run, as by `dpcompanion.individual`. It describes this run
+  (output-specific) and promises nothing.
 
-Whatever has a method ``ledger_entry(delta=None)`` that returns a `LedgerEntry` can be added to a ledger: plans,
-histories, trackers, accountants and filters of this library do.
+Whatever has a method ``ledger_entry(delta=None)`` that returns a `LedgerEntry` can be added to a
+ledger: plans, histories, trackers, accountants and filters of this library do.
 
 >>> kinds = SampledGaussian(0.01, 1.0, 1), SampledGaussian(0.01, 2.0, 1)
 >>> costs = PersonalCosts(kinds, torch.tensor([[500, 0], [0, 500]]))
@@ -49,8 +52,8 @@ def _noise(name, value):
 
 @dataclasses.dataclass(frozen=True)
 class SampledGaussian:
-    """`steps` steps of the sampled Gaussian mechanism: Poisson sampling at `sample_rate` in (0, 1], then noise of
-    `noise_multiplier`, above 0, times the clip norm.
+    """`steps` steps of the sampled Gaussian mechanism: Poisson sampling at `sample_rate` in (0, 1],
+    then noise of `noise_multiplier`, above 0, times the clip norm.
 
     >>> SampledGaussian(0.01, 1, 500)
     SampledGaussian(sample_rate=0.01, noise_multiplier=1.0, steps=500)
@@ -61,18 +64,22 @@ class SampledGaussian:
     steps: int
 
     def __post_init__(self):
-        _fix(self, "sample_rate", _checks.number("sample_rate", self.sample_rate, 0, 1, closed="right"))
+        _fix(
+            self,
+            "sample_rate",
+            _checks.number("sample_rate", self.sample_rate, 0, 1, closed="right"),
+        )
         _fix(self, "noise_multiplier", _noise("noise_multiplier", self.noise_multiplier))
         _fix(self, "steps", _checks.whole_number("steps", self.steps, 0, _MOST))
 
 
 @dataclasses.dataclass(frozen=True)
 class Gaussian:
-    """`count` releases with Gaussian noise of standard deviation `noise_multiplier` times the sensitivity to one
-    example that is added or removed.
+    """`count` releases with Gaussian noise of standard deviation `noise_multiplier` times the
+    sensitivity to one example that is added or removed.
 
-    One example that replaces another moves the output by at most `replaced` times as much, in [1, 2]: 2 always holds,
-    and 1 does for a mean of values between 0 and a public bound.
+    One example that replaces another moves the output by at most `replaced` times as much, in [1,
+    2]: 2 always holds, and 1 does for a mean of values between 0 and a public bound.
 
     >>> Gaussian(noise_multiplier=4, replaced=1)
     Gaussian(noise_multiplier=4.0, count=1, replaced=1.0)
@@ -90,8 +97,8 @@ class Gaussian:
 
 @dataclasses.dataclass(frozen=True)
 class Laplace:
-    """`count` releases with Laplace noise of scale `scale` times the sensitivity to one example that is added or
-    removed: each is 1 / scale-DP. `replaced` is as in `Gaussian`.
+    """`count` releases with Laplace noise of scale `scale` times the sensitivity to one example
+    that is added or removed: each is 1 / scale-DP. `replaced` is as in `Gaussian`.
 
     >>> Laplace(scale=2)
     Laplace(scale=2.0, count=1, replaced=2.0)
@@ -109,8 +116,8 @@ class Laplace:
 
 @dataclasses.dataclass(frozen=True)
 class Guarantee:
-    """A mechanism of which nothing is known but that it is (epsilon, delta)-DP, with delta in [0, 1), for one example
-    that is added or removed.
+    """A mechanism of which nothing is known but that it is (epsilon, delta)-DP, with delta in [0,
+    1), for one example that is added or removed.
 
     >>> Guarantee(epsilon=1, delta=0)
     Guarantee(epsilon=1.0, delta=0.0)
@@ -162,11 +169,15 @@ def from_dict(entry: Any, *, strict: bool = True) -> Item:
     _checks.one_of("kind", kind, ITEMS)
     names = [field.name for field in dataclasses.fields(ITEMS[kind])]
     if strict and (unknown := set(values) - set(names)):
-        raise ValueError(f"source must hold {', '.join(names)} of a {kind}, got {', '.join(sorted(unknown))} too")
+        raise ValueError(
+            f"source must hold {', '.join(names)} of a {kind}, got {', '.join(sorted(unknown))} too"
+        )
     try:
         return ITEMS[kind](**{name: values[name] for name in names if name in values})
     except TypeError:
-        raise ValueError(f"source must hold {', '.join(names)} of a {kind}, got {entry!r:.80}") from None
+        raise ValueError(
+            f"source must hold {', '.join(names)} of a {kind}, got {entry!r:.80}"
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -175,7 +186,8 @@ class PersonalCosts:
 
     Args:
         kinds: distinct items, each of one step or one release.
-        counts: (n, kinds) whole numbers from 0 to 1e12: how often each person is charged for each kind.
+        counts: (n, kinds) whole numbers from 0 to 1e12: how often each person is charged for each
+        kind.
 
     Raises:
         ValueError: kinds of more than one step, twice the same kind, or counts that do not fit.
@@ -191,14 +203,21 @@ class PersonalCosts:
         kinds = tuple(self.kinds)
         for kind in kinds:
             if not isinstance(kind, Item) or one_of_many(kind) != (kind, 1):
-                raise ValueError(f"kinds must be items of one step or release each, got {kind!r:.80}")
+                raise ValueError(
+                    f"kinds must be items of one step or release each, got {kind!r:.80}"
+                )
         if len(set(kinds)) < len(kinds):
             raise ValueError("kinds must be distinct, got one twice")
         counts = torch.as_tensor(_checks.unlabelled(self.counts)).detach().cpu()
-        whole = not counts.is_floating_point() and not counts.is_complex() and counts.dtype != torch.bool
+        whole = (
+            not counts.is_floating_point()
+            and not counts.is_complex()
+            and counts.dtype != torch.bool
+        )
         if not whole or counts.ndim != 2 or counts.shape[1] != len(kinds) or not len(counts):
             raise ValueError(
-                f"counts must be whole numbers of shape (n, {len(kinds)}), got {tuple(counts.shape)} of {counts.dtype}"
+                f"counts must be whole numbers of shape (n, {len(kinds)}), got "
+                f"{tuple(counts.shape)} of {counts.dtype}"
             )
         _checks.in_interval("counts", counts, 0, _MOST)
         _fix(self, "kinds", kinds)
@@ -221,7 +240,11 @@ class PersonalCosts:
         return len(self.counts)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PersonalCosts) and self.kinds == other.kinds and torch.equal(self.counts, other.counts)
+        return (
+            isinstance(other, PersonalCosts)
+            and self.kinds == other.kinds
+            and torch.equal(self.counts, other.counts)
+        )
 
     def __hash__(self) -> int:
         return hash((self.kinds, self.n))
@@ -234,9 +257,13 @@ class PersonalCosts:
     def from_json(cls, held: Any) -> "PersonalCosts":
         """The costs of `to_json`; ValueError for what are none."""
         try:
-            return cls(tuple(from_dict(kind) for kind in held["kinds"]), torch.tensor(held["counts"]))
+            return cls(
+                tuple(from_dict(kind) for kind in held["kinds"]), torch.tensor(held["counts"])
+            )
         except (KeyError, TypeError) as error:
-            raise ValueError(f"source must hold kinds and counts of people, got {held!r:.80}: {error}") from None
+            raise ValueError(
+                f"source must hold kinds and counts of people, got {held!r:.80}: {error}"
+            ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,16 +273,17 @@ class LedgerEntry:
     Args:
         item: what it costs any person at most, promised beforehand.
         label: a name of one's own, or None.
-        promised: what was promised to each person, none of it more than `item`; None where that is `item` for all.
+        promised: what was promised to each person, none of it more than `item`; None where that is
+        `item` for all.
         account: what each person's part cost along the run; None where there is no account.
-        people: indices of the ledger's people whose data it was, in the order of `promised` and `account`; None for all
-            of them. Others pay nothing.
+        people: indices of the ledger's people whose data it was, in the order of `promised` and
+            `account`; None for all of them. Others pay nothing.
         relation: "add-remove" or "zero-out", what it means that an example takes part or not.
         unit: what one example is, in the singular.
 
     Raises:
-        ValueError: numbers of people that differ, people that come twice, or another relation: what is known of one
-            example that replaces another alone does not compose with the rest.
+        ValueError: numbers of people that differ, people that come twice, or another relation: what
+            is known of one example that replaces another alone does not compose with the rest.
 
     >>> LedgerEntry(SampledGaussian(0.01, 1.0, 500), people=[0, 2]).size
     2
@@ -279,7 +307,10 @@ class LedgerEntry:
         if self.people is not None:
             indices = torch.as_tensor(_checks.unlabelled(self.people))
             if indices.ndim != 1 or indices.is_floating_point() or indices.dtype == torch.bool:
-                raise ValueError(f"people must be indices of shape (m,), got {tuple(indices.shape)} {indices.dtype}")
+                raise ValueError(
+                    f"people must be indices of shape (m,), got {tuple(indices.shape)} "
+                    f"{indices.dtype}"
+                )
             _checks.in_interval("people", indices, 0, 2**53)
             found = tuple(indices.tolist())
             if len(set(found)) < len(found):
@@ -288,7 +319,10 @@ class LedgerEntry:
         sizes = [costs.n for costs in (self.promised, self.account) if costs is not None]
         sizes += [] if self.people is None else [len(self.people)]
         if len(set(sizes)) > 1:
-            raise ValueError(f"people must be as many as have costs of their own, got {' and '.join(map(str, sizes))}")
+            raise ValueError(
+                "people must be as many as have costs of their own, got "
+                f"{' and '.join(map(str, sizes))}"
+            )
 
     @property
     def size(self) -> int | None:
@@ -304,7 +338,9 @@ class LedgerEntry:
         assert given is not None
         if self.people is not None:
             if max(self.people, default=-1) >= len(given):
-                raise ValueError(f"people must name all {max(self.people) + 1} of the entry's, got {len(given)}")
+                raise ValueError(
+                    f"people must name all {max(self.people) + 1} of the entry's, got {len(given)}"
+                )
             given = tuple(given[index] for index in self.people)
         return dataclasses.replace(self, people=given)
 
@@ -313,8 +349,9 @@ class LedgerEntry:
         return dataclasses.replace(self, label=label)
 
     def costs(self, accounts: bool) -> PersonalCosts | None:
-        """What each person spends: by the account, if one is asked for and there is one, or as promised; None for all
-        alike, what `item` costs."""
+        """What each person spends: by the account, if one is asked for and there is one, or as
+        promised; None for all alike, what `item` costs.
+        """
         return self.account if accounts and self.account is not None else self.promised
 
     def to_json(self) -> dict[str, Any]:
@@ -336,7 +373,9 @@ class LedgerEntry:
         if not isinstance(held, dict):
             raise ValueError(f"source must hold a list of items, got {held!r:.80}")
         held = dict(held)
-        own = {name: held.pop(name) for name in ("label", "people", "relation", "unit") if name in held}
+        own = {
+            name: held.pop(name) for name in ("label", "people", "relation", "unit") if name in held
+        }
         promised, account = (
             None if costs is None else PersonalCosts.from_json(costs)
             for costs in (held.pop("promised", None), held.pop("account", None))
@@ -350,7 +389,9 @@ class HasLedgerEntry(Protocol):
     """What can be added to a ledger: it says what it cost."""
 
     def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
-        """The entry; of what is promised at one delta only, that at `delta` (ValueError where it is missing)."""
+        """The entry; of what is promised at one delta only, that at `delta` (ValueError where it is
+        missing).
+        """
         ...
 
 
@@ -365,7 +406,8 @@ def entry_of(given: Any, delta: float | None = None) -> LedgerEntry:
         return LedgerEntry(given) if isinstance(given, Item) else given
     if not isinstance(given, HasLedgerEntry) or isinstance(given, type):
         raise ValueError(
-            f"item must be one of {', '.join(ITEMS)}, a ledger, or have a ledger_entry, such as a plan, a history, an "
+            f"item must be one of {', '.join(ITEMS)}, a ledger, or have a ledger_entry, such as a "
+            "plan, a history, an "
             f"account or a filter, got {given!r:.80}"
         )
     return given.ledger_entry(delta=delta)
@@ -374,20 +416,30 @@ def entry_of(given: Any, delta: float | None = None) -> LedgerEntry:
 def check_no_delta(delta: float | None) -> None:
     """No delta is given for what is known at all of them."""
     if delta is not None:
-        raise ValueError(f"delta goes with what is promised at one delta only, such as a filter, got {delta!r}")
+        raise ValueError(
+            f"delta goes with what is promised at one delta only, such as a filter, got {delta!r}"
+        )
 
 
 def said(entry: LedgerEntry, *about: str) -> str:
     """An entry in words, with what else there is to say about it."""
     item, people = entry.item, entry.size
     if isinstance(item, SampledGaussian):
-        words = f"{item.steps} steps at rate {item.sample_rate:g} with noise multiplier {item.noise_multiplier:g}"
+        words = (
+            f"{item.steps} steps at rate {item.sample_rate:g} with noise multiplier "
+            f"{item.noise_multiplier:g}"
+        )
     elif isinstance(item, Guarantee):
         words = f"an ({item.epsilon:g}, {item.delta:g})-DP mechanism"
     else:
         noise = item.noise_multiplier if isinstance(item, Gaussian) else item.scale
-        words = f"{'' if item.count == 1 else f'{item.count} times '}{type(item).__name__} noise of scale {noise:g}"
+        words = (
+            f"{'' if item.count == 1 else f'{item.count} times '}{type(item).__name__} noise of "
+            f"scale {noise:g}"
+        )
     if people is not None:
-        words += f" on the data of {people} people" + (", at most, to each their own" if entry.promised else "")
+        words += f" on the data of {people} people" + (
+            ", at most, to each their own" if entry.promised else ""
+        )
     about = ((entry.label,) if entry.label else ()) + about
     return words + (f" ({', '.join(about)})" if about else "")

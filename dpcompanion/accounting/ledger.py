@@ -1,17 +1,23 @@
 r"""One account of all that was done with the same people's data.
 
-A ledger composes sampled Gaussians of any rates and noises (trainings), Gaussian and Laplace releases,
-(epsilon, delta) guarantees of mechanisms of which nothing else is known, training plans, histories, filters, individual
-accounts and other ledgers.  It adds up their privacy losses (`dpcompanion.accounting.mixed`), in both directions
-(adding and removing an example), so that its epsilon is an upper bound that the sum of the items' epsilons, or RDP,
-exceed by far:
+A ledger composes sampled Gaussians of any rates and noises (trainings), Gaussian and Laplace
+releases, (epsilon, delta) guarantees of mechanisms of which nothing else is known, training plans,
+histories, filters, individual accounts and other ledgers. It adds up their privacy losses
+(`dpcompanion.accounting.mixed`), in both directions (adding and removing an example), so that its
+epsilon is an upper bound that the sum of the items' epsilons, or RDP, exceed by far:
 
->>> ledger = Ledger([SampledGaussian(0.01, 1.1, 500), SampledGaussian(0.01, 0.9, 300), SampledGaussian(0.02, 1.3, 200)])
+>>> ledger = Ledger(
+...     [
+...         SampledGaussian(0.01, 1.1, 500),
+...         SampledGaussian(0.01, 0.9, 300),
+...         SampledGaussian(0.02, 1.3, 200),
+...     ]
+... )
 >>> round(ledger.epsilon(1e-5), 3)
 2.005
 
-Composition is adaptive: what is done next may depend on what came out before.  The parameters in the ledger may not;
-where they do, take a filter (`dpcompanion.filters`).
+Composition is adaptive: what is done next may depend on what came out before. The parameters in the
+ledger may not; where they do, take a filter (`dpcompanion.filters`).
 
 >>> ledger = ledger.add(Gaussian(20.0), label="histogram").add(Guarantee(0.1, 0.0), label="survey")
 >>> f"{ledger.epsilon(1e-5):.3f}"
@@ -19,27 +25,32 @@ where they do, take a filter (`dpcompanion.filters`).
 >>> Ledger.from_json(ledger.to_json()) == ledger
 True
 
-**For each person.**  `Ledger.epsilon` is uniform, promised beforehand.  Where some item distinguishes people,
-`Ledger.epsilons` has one number for each of them: by their accounts along the run, which describe this run
-(output-specific) and promise nothing; with ``accounts=False`` what was promised to each.  A person whose data were not
-in a training spends nothing on it, provided that this did not depend on their own data.
+**For each person.** `Ledger.epsilon` is uniform, promised beforehand. Where some item distinguishes
+people, `Ledger.epsilons` has one number for each of them: by their accounts along the run, which
+describe this run (output-specific) and promise nothing; with ``accounts=False`` what was promised
+to each. A person whose data were not in a training spends nothing on it, provided that this did not
+depend on their own data.
 
 >>> from dpcompanion.individual import IndividualAccountant
 >>> account = IndividualAccountant(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=1.0)
 >>> account.record([1.0, 0.5, 0.1], steps=500)
->>> ledger = Ledger().add(account).add(SampledGaussian(0.02, 1.2, 500), people=[0, 1])         # the third has left
+>>> ledger = (
+...     Ledger().add(account).add(SampledGaussian(0.02, 1.2, 500), people=[0, 1])
+... )  # the third has left
 >>> [round(value, 2) for value in ledger.epsilons(1e-5).tolist()]
 [2.35, 2.02, 0.07]
 
-**For which neighbours.**  Each item says whether it holds for adding or removing an example, or for leaving one's data
-out of a public number of examples ("zero-out", as a plan may).  The first implies the second, so all items together
-hold for "zero-out" where one of them does (`Ledger.neighbours`), and `statement` says so.  Items may name what an
-example is (`unit`); where they name different things the statement lists them.
+**For which neighbours.** Each item says whether it holds for adding or removing an example, or for
+leaving one's data out of a public number of examples ("zero-out", as a plan may). The first implies
+the second, so all items together hold for "zero-out" where one of them does (`Ledger.neighbours`),
+and `statement` says so. Items may name what an example is (`unit`); where they name different
+things the statement lists them.
 
-**Where one example replaces another.**  ``Ledger(..., relation="replace")`` has the same items, which are meant for
-one example that takes part or not, and composes what each costs if one example becomes another: the exact pair of a
-sampled Gaussian (`mixed.ReplacementLoss`), releases with `replaced` times their sensitivity, and of an
-(epsilon, delta) guarantee :math:`(2 \varepsilon, (1 + e^\varepsilon) \delta)`.
+**Where one example replaces another.** ``Ledger(..., relation="replace")`` has the same items,
+which are meant for one example that takes part or not, and composes what each costs if one example
+becomes another: the exact pair of a sampled Gaussian (`mixed.ReplacementLoss`), releases with
+`replaced` times their sensitivity, and of an (epsilon, delta) guarantee :math:`(2 \varepsilon, (1 +
+e^\varepsilon) \delta)`.
 
 >>> f"{Ledger([SampledGaussian(0.01, 1.1, 500)], relation='replace').epsilon(1e-5):.3f}"
 '1.6...'
@@ -89,7 +100,9 @@ _WHOM = {
 
 
 class GaussianMu(NamedTuple):
-    """`mu` of Gaussian DP, from above, and the regret: by how much its curve lies below the true one, at most."""
+    """`mu` of Gaussian DP, from above, and the regret: by how much its curve lies below the true
+    one, at most.
+    """
 
     mu: float
     regret: float
@@ -98,17 +111,18 @@ class GaussianMu(NamedTuple):
 class Ledger:
     """What was done with the same people's data, and what all of it costs together.
 
-    Sampler: Poisson, with draws that are independent of each other. A ledger does not change; `add` makes a new one.
+    Sampler: Poisson, with draws that are independent of each other. A ledger does not change; `add`
+    makes a new one.
 
     Args:
         items: what `add` takes.
-        relation: "add-remove", or "replace", where neighbours differ by one example that replaces another; see the
-            module's text. Items are the same in both.
+        relation: "add-remove", or "replace", where neighbours differ by one example that replaces
+            another; see the module's text. Items are the same in both.
 
     Raises:
         ValueError: something else.
 
-    >>> round(Ledger([Laplace(2.0), Laplace(2.0)]).epsilon(0.01), 3)           # below 1/2 + 1/2
+    >>> round(Ledger([Laplace(2.0), Laplace(2.0)]).epsilon(0.01), 3)  # below 1/2 + 1/2
     0.96
     """
 
@@ -137,45 +151,61 @@ class Ledger:
     @property
     def n(self) -> int | None:
         """How many people the ledger distinguishes; None where all items are uniform."""
-        whole = [entry.size for entry in self._entries if entry.people is None and entry.size is not None]
+        whole = [
+            entry.size for entry in self._entries if entry.people is None and entry.size is not None
+        ]
         some = [1 + max(entry.people) for entry in self._entries if entry.people]
         return whole[0] if whole else max(some, default=None)
 
     @property
     def neighbours(self) -> str:
-        """For which relation all items hold: "replace" where that is asked for, "zero-out" where one of them holds for
-        it only, else "add-remove".
+        """For which relation all items hold: "replace" where that is asked for, "zero-out" where
+        one of them holds for it only, else "add-remove".
 
         >>> run = SampledGaussian(0.01, 1.0, 500)
-        >>> Ledger([run]).neighbours, Ledger([run, LedgerEntry(run, relation="zero-out")]).neighbours
+        >>> (
+        ...     Ledger([run]).neighbours,
+        ...     Ledger([run, LedgerEntry(run, relation="zero-out")]).neighbours,
+        ... )
         ('add-remove', 'zero-out')
         """
         if self.relation == "replace":
             return self.relation
-        return "zero-out" if any(entry.relation == "zero-out" for entry in self._entries) else "add-remove"
+        return (
+            "zero-out"
+            if any(entry.relation == "zero-out" for entry in self._entries)
+            else "add-remove"
+        )
 
     @property
     def units(self) -> tuple[str, ...]:
-        """What the items call one example, each word once, in their order; "example" where there is no item."""
+        """What the items call one example, each word once, in their order; "example" where there is
+        no item.
+        """
         return tuple(dict.fromkeys(entry.unit for entry in self._entries)) or ("example",)
 
-    def add(self, item: Any, *, label: str | None = None, delta: float | None = None, people: Any = None) -> "Ledger":
+    def add(
+        self, item: Any, *, label: str | None = None, delta: float | None = None, people: Any = None
+    ) -> "Ledger":
         """This ledger and one thing more.
 
         Args:
-            item: one of the four kinds (`SampledGaussian`, `Gaussian`, `Laplace`, `Guarantee`), which counts as one for
-                adding or removing an example; a `LedgerEntry` of one with another relation or unit; another ledger,
-                whose items keep their labels; or what has a `ledger_entry`: a plan, a history, a tracker, an individual
-                account, a filter. A history counts as all of its plan's steps, which holds whatever ended the run, and
-                as its account. A tracker or an account counts as a run at the clip norm, and as what was recorded.
+            item: one of the four kinds (`SampledGaussian`, `Gaussian`, `Laplace`, `Guarantee`),
+                which counts as one for adding or removing an example; a `LedgerEntry` of one with
+                another relation or unit; another ledger, whose items keep their labels; or what has
+                a `ledger_entry`: a plan, a history, a tracker, an individual account, a filter. A
+                history counts as all of its plan's steps, which holds whatever ended the run, and
+                as its account. A tracker or an account counts as a run at the clip norm, and as
+                what was recorded.
             label: a name of one's own.
-            delta: for a filter, and for a history whose filter's promise shall count in place of its plan: at which it
-                is taken. It must be smaller than the delta of the whole.
-            people: (m,) indices of the ledger's people whose data the item was about, in the item's order; None for all
-                of them.
+            delta: for a filter, and for a history whose filter's promise shall count in place of
+                its plan: at which it is taken. It must be smaller than the delta of the whole.
+            people: (m,) indices of the ledger's people whose data the item was about, in the item's
+                order; None for all of them.
 
         Raises:
-            ValueError: something else, a delta that is missing or not asked for, or items of different people.
+            ValueError: something else, a delta that is missing or not asked for, or items of
+            different people.
 
         >>> ledger = Ledger().add(Gaussian(10.0)).add(Laplace(5.0), people=[0, 2])
         >>> ledger.n, [round(value, 2) for value in ledger.epsilons(1e-5).tolist()]
@@ -186,13 +216,21 @@ class Ledger:
         found = Ledger(relation=self.relation)
         if isinstance(item, Ledger):
             if delta is not None:
-                raise ValueError(f"delta goes with a filter or a history, not with a ledger, got {delta!r}")
+                raise ValueError(
+                    f"delta goes with a filter or a history, not with a ledger, got {delta!r}"
+                )
             more = item._entries
         else:
             more = (entry_of(item, delta),)
         more = [entry.among(people) for entry in more]
-        found._entries = self._entries + tuple(entry if label is None else entry.named(label) for entry in more)
-        sizes = {entry.size for entry in found._entries if entry.people is None and entry.size is not None}
+        found._entries = self._entries + tuple(
+            entry if label is None else entry.named(label) for entry in more
+        )
+        sizes = {
+            entry.size
+            for entry in found._entries
+            if entry.people is None and entry.size is not None
+        }
         if len(sizes) > 1:
             raise ValueError(
                 f"people must say whose data an item was about where numbers differ, got items of "
@@ -204,7 +242,10 @@ class Ledger:
         return found
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ledger) and (self.relation, self._entries) == (other.relation, other._entries)
+        return isinstance(other, Ledger) and (self.relation, self._entries) == (
+            other.relation,
+            other._entries,
+        )
 
     def __hash__(self) -> int:
         return hash((self.relation, self.items, self.labels))
@@ -236,7 +277,9 @@ class Ledger:
         squares = []
         for item in self.items:
             if isinstance(item, Gaussian):
-                squares.append(item.count * (self._factor(item.replaced) / item.noise_multiplier) ** 2)
+                squares.append(
+                    item.count * (self._factor(item.replaced) / item.noise_multiplier) ** 2
+                )
             elif isinstance(item, SampledGaussian) and item.sample_rate == 1:
                 squares.append(item.steps * (self._factor(2) / item.noise_multiplier) ** 2)
         return math.sqrt(math.fsum(squares)) * (1 + 2.0**-50)
@@ -252,7 +295,10 @@ class Ledger:
             elif isinstance(item, Guarantee):
                 key = item.epsilon, item.delta
                 if self.relation == "replace":  # by way of the data with neither
-                    key = 2 * item.epsilon, min(1.0, (1 + math.exp(min(item.epsilon, 700))) * item.delta)
+                    key = (
+                        2 * item.epsilon,
+                        min(1.0, (1 + math.exp(min(item.epsilon, 700))) * item.delta),
+                    )
                 guarantees[key] = guarantees.get(key, 0) + 1
         return dict(sorted(scales.items())), dict(sorted(guarantees.items()))
 
@@ -261,20 +307,26 @@ class Ledger:
         _, guarantees = self._bounded()
         if any(delta == 1 for _, delta in guarantees):
             return 1.0
-        return -math.expm1(sum(count * math.log1p(-delta) for (_, delta), count in guarantees.items()))
+        return -math.expm1(
+            sum(count * math.log1p(-delta) for (_, delta), count in guarantees.items())
+        )
 
     def _largest(self):
         """What no finite loss exceeds: inf beside Gaussians."""
         scales, guarantees = self._bounded()
         if self._runs() or self._gaussian_mu():
             return math.inf
-        return math.fsum([*(n / b for b, n in scales.items()), *(n * e for (e, _), n in guarantees.items())])
+        return math.fsum(
+            [*(n / b for b, n in scales.items()), *(n * e for (e, _), n in guarantees.items())]
+        )
 
     def _only_gaussian(self):
         return not self._runs() and self._largest() == math.inf and not any(self._bounded())
 
     def _sum(self, direction, log_delta):
-        """The loss of all items in one direction, capped as a delta of exp(log_delta) can afford; None of none."""
+        """The loss of all items in one direction, capped as a delta of exp(log_delta) can afford;
+        None of none.
+        """
         runs, mu = self._runs(), self._gaussian_mu()
         scales, guarantees = self._bounded()
         log_capped = LOG_CAPPED + log_delta - math.log(max(sum(runs.values()) + (mu > 0), 1))
@@ -294,7 +346,9 @@ class Ledger:
                 kinds.append((StepLoss(rate, min(noise, most), direction, log_capped), steps))
         if mu:
             kinds.append((mixed.GaussianLoss(min(1 / mu, most), log_capped), 1))
-        kinds.extend((mixed.LaplaceLoss(min(scale, most)), count) for scale, count in scales.items())
+        kinds.extend(
+            (mixed.LaplaceLoss(min(scale, most)), count) for scale, count in scales.items()
+        )
         # An epsilon of 0 has no finite loss; its delta is among the infinite ones.
         kinds.extend(
             (mixed.WorstLoss(max(epsilon, 1 / most), delta), count)
@@ -322,10 +376,12 @@ class Ledger:
         return self._composed[direction, delta]
 
     def epsilon(self, delta: float) -> float:
-        """Epsilon of everything together at `delta`, an upper bound; inf where guarantees' deltas alone exceed it.
+        """Epsilon of everything together at `delta`, an upper bound; inf where guarantees' deltas
+        alone exceed it.
 
-        The grid adds about 1e-4 of epsilon (`error`), with more than 32 different runs up to 2e-3 of it. Where so
-        little noise meets so many steps that no grid resolves the loss, the items' epsilons are added up.
+        The grid adds about 1e-4 of epsilon (`error`), with more than 32 different runs up to 2e-3
+        of it. Where so little noise meets so many steps that no grid resolves the loss, the items'
+        epsilons are added up.
 
         Raises:
             ValueError: a delta outside (0, 1).
@@ -362,27 +418,37 @@ class Ledger:
         if mu:
             parts.append(float(gaussian_epsilon(mu, share / ROUNDING)))
         for (rate, noise), steps in runs.items():
-            if self.relation == "replace":  # a step that samples the example moves by twice the clip norm at most
+            # a step that samples the example moves by twice the clip norm at most
+            if self.relation == "replace":
                 parts.append(
-                    inclusion_bound.epsilon(sample_rate=rate, noise_multiplier=noise / 2, steps=steps, delta=share)
+                    inclusion_bound.epsilon(
+                        sample_rate=rate, noise_multiplier=noise / 2, steps=steps, delta=share
+                    )
                 )
             else:
-                parts.append(compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=share))
+                parts.append(
+                    compute_epsilon(
+                        sample_rate=rate, noise_multiplier=noise, steps=steps, delta=share
+                    )
+                )
         return math.fsum(parts) * (1 + 1e-12)
 
     def epsilons(self, delta: float, *, accounts: bool = True) -> torch.Tensor:
-        """Epsilon of each person at `delta`, an upper bound, (n,) float64, none above `epsilon(delta)`.
+        """Epsilon of each person at `delta`, an upper bound, (n,) float64, none above
+        `epsilon(delta)`.
 
-        With `accounts`, what has an account counts for each person as it was recorded, at the norms of that person's
-        own gradients: these epsilons describe what happened (output-specific), promise nothing, and are as private as
-        the people. Without, each person's is a promise: what was fixed beforehand, by filters, rates and clip norms.
-        A person who is not among the people of an item spends nothing on it.
+        With `accounts`, what has an account counts for each person as it was recorded, at the norms
+        of that person's own gradients: these epsilons describe what happened (output-specific),
+        promise nothing, and are as private as the people. Without, each person's is a promise: what
+        was fixed beforehand, by filters, rates and clip norms. A person who is not among the people
+        of an item spends nothing on it.
 
-        Where one example replaces another, what was promised to a person holds for both of their examples, and is
-        composed as for all. An account knows the norms of one example only: the other counts with the full clip norm
-        at each promised step (`mixed.ReplacementLoss`, with the two norms). So a person whose gradients vanish still
-        has about the uniform epsilon for adding or removing an example. An account beside promises that differ between
-        people, or of a filter, counts as what was promised.
+        Where one example replaces another, what was promised to a person holds for both of their
+        examples, and is composed as for all. An account knows the norms of one example only: the
+        other counts with the full clip norm at each promised step (`mixed.ReplacementLoss`, with
+        the two norms). So a person whose gradients vanish still has about the uniform epsilon for
+        adding or removing an example. An account beside promises that differ between people, or of
+        a filter, counts as what was promised.
 
         About 0.1% above the exact value; seconds for tens of thousands of people.
 
@@ -390,20 +456,30 @@ class Ledger:
             ValueError: a delta outside (0, 1), or a ledger that distinguishes no people.
 
         >>> from dpcompanion.accounting import PersonalCosts
-        >>> filtered = LedgerEntry(Guarantee(3.0, 1e-6),
-        ...     promised=PersonalCosts.each([Guarantee(1.0, 1e-6), Guarantee(3.0, 1e-6)], [0, 1]))
-        >>> [round(epsilon, 2) for epsilon in Ledger([filtered, Gaussian(20.0)]).epsilons(1e-5).tolist()]
+        >>> filtered = LedgerEntry(
+        ...     Guarantee(3.0, 1e-6),
+        ...     promised=PersonalCosts.each([Guarantee(1.0, 1e-6), Guarantee(3.0, 1e-6)], [0, 1]),
+        ... )
+        >>> [
+        ...     round(epsilon, 2)
+        ...     for epsilon in Ledger([filtered, Gaussian(20.0)]).epsilons(1e-5).tolist()
+        ... ]
         [1.1..., 3.1...]
         """
         delta = _checks.number("delta", delta, 0, 1, closed="neither")
         if self.n is None:
             raise ValueError(
-                "items must include one that distinguishes people, such as an account or a filter, for epsilons of "
+                "items must include one that distinguishes people, such as an account or a filter, "
+                "for epsilons of "
                 "each; epsilon(delta) is the uniform one"
             )
         columns: dict[Cost, torch.Tensor] = {}
         for entry in self._entries:
-            places = torch.arange(self.n) if entry.people is None else torch.tensor(entry.people, dtype=torch.int64)
+            places = (
+                torch.arange(self.n)
+                if entry.people is None
+                else torch.tensor(entry.people, dtype=torch.int64)
+            )
             costs, counts = self._costs(entry, accounts)
             for cost, count in zip(costs, counts.T):
                 column = columns.setdefault(cost, torch.zeros(self.n, dtype=torch.int64))
@@ -417,7 +493,9 @@ class Ledger:
         return found.clamp(max=self.epsilon(delta))
 
     def _costs(self, entry, accounts):
-        """What each person's part in an entry costs, and (people, costs) how often; one row for all alike."""
+        """What each person's part in an entry costs, and (people, costs) how often; one row for all
+        alike.
+        """
         if self.relation == "replace" and accounts and entry.account is not None:
             found = replacement_costs(entry.item, entry.account) if entry.promised is None else None
             if found is not None:
@@ -477,14 +555,20 @@ class Ledger:
         return min(1.0, found)
 
     def _curve(self, least, nodes=_NODES):
-        """Epsilons, and logarithms of bounds on delta there, good at false positive rates down to `least`."""
+        """Epsilons, and logarithms of bounds on delta there, good at false positive rates down to
+        `least`.
+        """
         infinite = self._infinite()
         deltas = [d for d, before in zip(_DELTAS, (2.0, *_DELTAS)) if before > least] or [1e-2]
         deltas = [infinite + d * (1 - infinite) for d in deltas]
-        composed = {direction: [self._at(direction, d)[0] for d in deltas] for direction in self._directions()}
+        composed = {
+            direction: [self._at(direction, d)[0] for d in deltas]
+            for direction in self._directions()
+        }
         losses = [loss for each in composed.values() for loss in each if loss is not None]
         last = min(
-            max(((loss.first + len(loss.masses)) * loss.interval for loss in losses), default=1.0), self._largest()
+            max(((loss.first + len(loss.masses)) * loss.interval for loss in losses), default=1.0),
+            self._largest(),
         )
         last = max(last, 1e-9)
         epsilons = torch.cat(
@@ -494,9 +578,13 @@ class Ledger:
             )
         ).unique()
         if not losses:
-            return epsilons, torch.full_like(epsilons, math.log(infinite) if infinite else -math.inf)
+            return epsilons, torch.full_like(
+                epsilons, math.log(infinite) if infinite else -math.inf
+            )
         each = [
-            torch.stack([log_deltas_of(loss, epsilons) for loss in found if loss is not None]).amin(0)
+            torch.stack([log_deltas_of(loss, epsilons) for loss in found if loss is not None]).amin(
+                0
+            )
             for found in composed.values()
         ]
         return epsilons, torch.stack(each).amax(0)
@@ -513,7 +601,8 @@ class Ledger:
         return torch.exp(log_deltas)[before]
 
     def trade_off(self, false_positive_rate: Any) -> Any:
-        """The least false negative rate of any attack with these false positive rates, a lower bound.
+        """The least false negative rate of any attack with these false positive rates, a lower
+        bound.
 
         Args:
             false_positive_rate: in [0, 1], a number or many.
@@ -537,19 +626,23 @@ class Ledger:
         inner = torch.cat((flat, 1 - flat))
         inner = inner[inner > 0]
         curve = TradeOffCurve(*self._curve(float(inner.min()) if len(inner) else 1.0))
-        return _checks.as_given(curve.false_negative_rate(flat).reshape(rates.shape), false_positive_rate)
+        return _checks.as_given(
+            curve.false_negative_rate(flat).reshape(rates.shape), false_positive_rate
+        )
 
     def mu(self, *, least: float = 1e-9) -> GaussianMu:
-        r"""The least mu, from above, with which the whole trade-off curve lies on or above that of mu-Gaussian DP.
+        r"""The least mu, from above, with which the whole trade-off curve lies on or above that of
+        mu-Gaussian DP.
 
-        The bound holds at every false positive rate once `least` is added to delta, that is for all epsilons whose
-        delta is at least `least`; beyond, no finite mu says anything useful of a sampled mechanism. The regret is the
-        largest gap between the two curves: how much the one number gives away (Dong et al. 2022; Gomez et al. 2025).
+        The bound holds at every false positive rate once `least` is added to delta, that is for all
+        epsilons whose delta is at least `least`; beyond, no finite mu says anything useful of a
+        sampled mechanism. The regret is the largest gap between the two curves: how much the one
+        number gives away (Dong et al. 2022; Gomez et al. 2025).
 
         Args:
             least: a delta, in [1e-14, 0.1].
 
-        >>> Ledger([Gaussian(2.0), Gaussian(2.0)]).mu().mu                # exactly: 1 / sqrt(2)
+        >>> Ledger([Gaussian(2.0), Gaussian(2.0)]).mu().mu  # exactly: 1 / sqrt(2)
         0.707...
         """
         least = _checks.number("least", least, 1e-14, 0.1)
@@ -563,7 +656,8 @@ class Ledger:
         deltas = torch.exp(log_deltas)
         if float(deltas.max()) >= 1 or float(deltas[-1]) > least:
             return GaussianMu(math.inf, 1.0)
-        # Between two epsilons delta is at most that at the first, and a Gaussian's at least that at the second.
+        # Between two epsilons delta is at most that at the first, and a Gaussian's at least that at
+        # the second.
         inside = deltas[:-1] > least
         if not inside.any():
             return GaussianMu(0.0, 0.0)
@@ -575,10 +669,14 @@ class Ledger:
         return GaussianMu(mu, float((own - theirs).max().clamp(min=0)))
 
     def statement(self, delta: float = 1e-5) -> str:
-        """What all of it costs together, in words: relation, sampler, accountant, items, epsilon, what the grid adds.
-        Items with different relations or units are each named with their own.
+        """What all of it costs together, in words: relation, sampler, accountant, items, epsilon,
+        what the grid adds. Items with different relations or units are each named with their own.
 
-        >>> print(Ledger([SampledGaussian(0.01, 1.0, 500)]).add(Laplace(10.0), label="count").statement())
+        >>> print(
+        ...     Ledger([SampledGaussian(0.01, 1.0, 500)])
+        ...     .add(Laplace(10.0), label="count")
+        ...     .statement()
+        ... )
         ... # doctest: +NORMALIZE_WHITESPACE
         Neighbours differ by adding or removing one example; Poisson sampling; accountant pld. Composed: 500 steps at
         rate 0.01 with noise multiplier 1; Laplace noise of scale 10 (count). Together epsilon 1.369 at delta 1e-05,
@@ -592,11 +690,16 @@ class Ledger:
 
         def about(entry):
             named = [f"one {entry.unit}"] if len(units) > 1 else []
-            return named + [entry.relation] if self.relation != "replace" and len(relations) > 1 else named
+            return (
+                named + [entry.relation]
+                if self.relation != "replace" and len(relations) > 1
+                else named
+            )
 
         items = "; ".join(said(entry, *about(entry)) for entry in self._entries)
         text = (
-            f"{whom}; Poisson sampling; accountant pld. Composed: {items or 'nothing'}. Together epsilon "
+            f"{whom}; Poisson sampling; accountant pld. Composed: {items or 'nothing'}. Together "
+            "epsilon "
             f"{_up(epsilon)} at delta {delta:g}"
         )
         if error == math.inf:
@@ -607,14 +710,16 @@ class Ledger:
             text += " This was promised beforehand, to every person."
             if any(entry.account is not None for entry in self._entries):
                 text += (
-                    f" The individual epsilons of {self.n} people describe this run (output-specific): they are no "
+                    f" The individual epsilons of {self.n} people describe this run "
+                    "(output-specific): they are no "
                     "promise, and as private as the people."
                 )
         return text
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The ledger as JSON, written to `path` if one is given; `from_json` gives it back without loss. With accounts
-        it is as private as the people."""
+        """The ledger as JSON, written to `path` if one is given; `from_json` gives it back without
+        loss. With accounts it is as private as the people.
+        """
         held: dict[str, Any] = {"ledger": [entry.to_json() for entry in self._entries]}
         if self.relation != "add-remove":
             held["relation"] = self.relation
@@ -627,8 +732,8 @@ class Ledger:
     def from_json(cls, source: str | os.PathLike[str]) -> "Ledger":
         """The ledger of a JSON text or of a file.
 
-        A file may also hold one run or a list of runs, with sample_rate, noise_multiplier and steps, as
-        `dpcompanion epsilon --json` prints it.
+        A file may also hold one run or a list of runs, with sample_rate, noise_multiplier and
+        steps, as `dpcompanion epsilon --json` prints it.
 
         Raises:
             ValueError: what is no ledger; FileNotFoundError where there is no file.
@@ -639,15 +744,22 @@ class Ledger:
         try:
             held = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"source must be a ledger in JSON, got {text[:80]!r}: {error}") from None
+            raise ValueError(
+                f"source must be a ledger in JSON, got {text[:80]!r}: {error}"
+            ) from None
         entries = held.get("ledger", [held]) if isinstance(held, dict) else held
-        relation = held.get("relation", "add-remove") if isinstance(held, dict) and "ledger" in held else "add-remove"
+        relation = (
+            held.get("relation", "add-remove")
+            if isinstance(held, dict) and "ledger" in held
+            else "add-remove"
+        )
         entries = entries if isinstance(entries, list) else [entries]
         return cls([LedgerEntry.from_json(entry) for entry in entries], relation=relation)
 
     @classmethod
     def from_opacus(cls, history: Sequence[Any]) -> "Ledger":
-        """The ledger of an Opacus accountant's history: a list of (noise multiplier, sample rate, steps).
+        """The ledger of an Opacus accountant's history: a list of (noise multiplier, sample rate,
+        steps).
 
         >>> Ledger.from_opacus([(1.0, 0.01, 500), (1.2, 0.02, 500)]).items[1]
         SampledGaussian(sample_rate=0.02, noise_multiplier=1.2, steps=500)
@@ -656,27 +768,33 @@ class Ledger:
             rows = [(noise, rate, steps) for noise, rate, steps in history]
         except (TypeError, ValueError):
             raise ValueError(
-                f"history must be a list of (noise multiplier, sample rate, steps), got {history!r:.80}"
+                "history must be a list of (noise multiplier, sample rate, steps), got "
+                f"{history!r:.80}"
             ) from None
         return cls([SampledGaussian(rate, noise, steps) for noise, rate, steps in rows])
 
     def to_dp_event(self) -> Any:
-        """The ledger as an event of Google's dp-accounting (which must be installed), for its own accountants.
+        """The ledger as an event of Google's dp-accounting (which must be installed), for its own
+        accountants.
 
         Raises:
-            ValueError: for a `Guarantee`, of which dp-accounting has no event, and for relation="replace", for which it
-                takes other sensitivities.
+            ValueError: for a `Guarantee`, of which dp-accounting has no event, and for
+                relation="replace", for which it takes other sensitivities.
         """
         import dp_accounting
 
         if self.relation != "add-remove":
-            raise ValueError(f"relation must be 'add-remove' for events of dp-accounting, got {self.relation!r}")
+            raise ValueError(
+                f"relation must be 'add-remove' for events of dp-accounting, got {self.relation!r}"
+            )
 
         def event(item):
             if isinstance(item, Guarantee):
                 raise ValueError(f"items must not hold a Guarantee for dp-accounting, got {item!r}")
             if isinstance(item, Laplace):
-                return dp_accounting.SelfComposedDpEvent(dp_accounting.LaplaceDpEvent(item.scale), item.count)
+                return dp_accounting.SelfComposedDpEvent(
+                    dp_accounting.LaplaceDpEvent(item.scale), item.count
+                )
             one = dp_accounting.GaussianDpEvent(item.noise_multiplier)
             if isinstance(item, Gaussian):
                 return dp_accounting.SelfComposedDpEvent(one, item.count)

@@ -1,7 +1,7 @@
 """The privacy loss of one step: its exact moments, and its discretised and tilted distribution.
 
-`pld` composes it for a run, `histories` for many, `filters` play with it.  The text of `pld` says what each idea is
-for.
+`pld` composes it for a run, `histories` for many, `filters` play with it. The text of `pld` says
+what each idea is for.
 """
 
 import math
@@ -21,8 +21,10 @@ LARGEST_NOISE = 1e100
 #: Rates are raised to this, below which floats underflow on the way; nobody's epsilon then is lower.
 LEAST_RATE = 1e-200
 
-_LOG_NEGLIGIBLE = -75.0  # tilted densities below e^-75 of the peak are cut, and the cut is accounted for
-SMALL_LOSS_TAIL = 13.0  # standard deviations of the Gaussian that are looked at on the side of small losses
+# tilted densities below e^-75 of the peak are cut, and the cut is accounted for
+_LOG_NEGLIGIBLE = -75.0
+# standard deviations of the Gaussian that are looked at on the side of small losses
+SMALL_LOSS_TAIL = 13.0
 _STEEPEST = 6.0  # how fast the log of the tilted density may rise between the last two nodes
 # Of Gauss and Legendre, within a cell of the grid and within a panel of a moment's integral.
 CELL_NODES, CELL_WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(4))
@@ -30,7 +32,8 @@ _PANEL_NODES, _PANEL_WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legen
 
 
 def smooth_length(q, sigma):
-    """The length in t over which densities and losses are smooth: their branch points lie pi sigma from the real axis.
+    """The length in t over which densities and losses are smooth: their branch points lie pi sigma
+    from the real axis.
 
     Where sigma is so small that next to no mass is near them they do not matter.
     """
@@ -38,7 +41,8 @@ def smooth_length(q, sigma):
 
 
 class StepLoss:
-    """The privacy loss of one step below a cap: its exact moments, and its discretised and tilted distribution.
+    """The privacy loss of one step below a cap: its exact moments, and its discretised and tilted
+    distribution.
 
     The loss exceeds the cap with the probability exp(log_capped).
     """
@@ -48,7 +52,11 @@ class StepLoss:
         self.sigma = torch.tensor(float(noise_multiplier), dtype=torch.float64)
         self.remove, self.log_capped = direction == "remove", log_capped
         # The loss rises with t where an example is removed, and falls where it is added.
-        start, end = (-SMALL_LOSS_TAIL, self._t_of_cap()) if self.remove else (SMALL_LOSS_TAIL, -self._t_of_cap())
+        start, end = (
+            (-SMALL_LOSS_TAIL, self._t_of_cap())
+            if self.remove
+            else (SMALL_LOSS_TAIL, -self._t_of_cap())
+        )
         self.scale = self._smooth_length()
         panels = math.ceil(abs(end - start) / (0.5 * self.scale))
         edges = torch.linspace(start, end, panels + 1, dtype=torch.float64)
@@ -64,7 +72,9 @@ class StepLoss:
         return smooth_length(float(self.q), float(self.sigma))
 
     def _t_of_cap(self):
-        """How far in t the cap lies: the tail of N(0, 1), or of the mixture where an example is removed, beyond it."""
+        """How far in t the cap lies: the tail of N(0, 1), or of the mixture where an example is
+        removed, beyond it.
+        """
 
         def excess(t):
             log_tail = float(log_ndtr(-t))
@@ -78,7 +88,9 @@ class StepLoss:
         return cast(float, brentq(excess, 0.0, 50 + 1 / float(self.sigma)))
 
     def _loss_and_log_density(self, t):
-        """The loss at x = sigma t, and the log density of t under the first distribution of the pair."""
+        """The loss at x = sigma t, and the log density of t under the first distribution of the
+        pair.
+        """
         log_ratio = log_density_ratio(t, self.q, self.sigma)
         log_phi = -0.5 * t * t - 0.5 * math.log(2 * math.pi)
         return (log_ratio, log_phi + log_ratio) if self.remove else (-log_ratio, log_phi)
@@ -87,7 +99,11 @@ class StepLoss:
         """The inverse of the loss, -inf and inf where the loss does not reach."""
         log_ratio = loss if self.remove else -loss
         small = torch.log1p((torch.expm1(log_ratio.clamp(max=30)) / self.q).clamp(min=-1))
-        large = log_ratio - torch.log(self.q) + torch.log1p(-(1 - self.q) * torch.exp(-log_ratio.clamp(min=30)))
+        large = (
+            log_ratio
+            - torch.log(self.q)
+            + torch.log1p(-(1 - self.q) * torch.exp(-log_ratio.clamp(min=30)))
+        )
         return self.sigma * torch.where(log_ratio < 30, small, large) + 0.5 / self.sigma
 
     def log_mgf(self, tilts):
@@ -104,7 +120,8 @@ class StepLoss:
     def discretize(self, interval, tilt):
         """Connect-the-dots masses of the tilted law on the grid {i h}.
 
-        Returns (first index, masses that sum to 1, ln of their sum before, bound on the mass that was cut).
+        Returns (first index, masses that sum to 1, ln of their sum before, bound on the mass that
+        was cut).
         """
         exponent = self.log_weight + tilt * self.loss
         scale = torch.logsumexp(exponent, dim=0)
@@ -112,26 +129,47 @@ class StepLoss:
         cut = len(self.t) * math.exp(_LOG_NEGLIGIBLE)
         before, after = int(kept[0]) - 1, int(kept[-1]) + 1
         ends = torch.tensor(
-            [self.t[before] if before >= 0 else self.ends[0], self.t[after] if after < len(self.t) else self.ends[1]],
+            [
+                self.t[before] if before >= 0 else self.ends[0],
+                self.t[after] if after < len(self.t) else self.ends[1],
+            ],
             dtype=torch.float64,
         )
         low, high = sorted(ends.tolist())
         least, most = self._loss_and_log_density(ends)[0].tolist()
-        first, last = math.floor(least / interval), max(math.ceil(most / interval), math.floor(least / interval) + 1)
-        # No piece crosses a grid point of the loss, and none is so long that four nodes are too few.
+        first, last = (
+            math.floor(least / interval),
+            max(math.ceil(most / interval), math.floor(least / interval) + 1),
+        )
+        # No piece crosses a grid point of the loss, and none is so long that four nodes are too
+        # few.
         grid = torch.arange(first, last + 1, dtype=torch.float64) * interval
         pieces = math.ceil((high - low) / (0.1 * self.scale))
         at = torch.cat(
-            [self._t_of_loss(grid).clamp(low, high), torch.linspace(low, high, pieces + 1, dtype=torch.float64)]
+            [
+                self._t_of_loss(grid).clamp(low, high),
+                torch.linspace(low, high, pieces + 1, dtype=torch.float64),
+            ]
         )
         at = torch.sort(at).values
         width = at.diff()[:, None]
         loss, log_density = self._loss_and_log_density(at[:-1, None] + width * (CELL_NODES + 1) / 2)
         cell = torch.floor(loss.mean(dim=1) / interval).clamp(first, last - 1)
-        # The share of a mass at `loss` that goes to the upper end: it keeps the mass of exp(-loss), that under Q.
-        upper = (torch.expm1(-(loss - cell[:, None] * interval)) / math.expm1(-interval)).clamp(0, 1)
-        mass = width / 2 * CELL_WEIGHTS * torch.exp(log_density + tilt * cell[:, None] * interval - scale)
-        lower_mass, upper_mass = (mass * (1 - upper)).sum(dim=1), (mass * upper).sum(dim=1) * math.exp(tilt * interval)
+        # The share of a mass at `loss` that goes to the upper end: it keeps the mass of exp(-loss),
+        # that under Q.
+        upper = (torch.expm1(-(loss - cell[:, None] * interval)) / math.expm1(-interval)).clamp(
+            0, 1
+        )
+        mass = (
+            width
+            / 2
+            * CELL_WEIGHTS
+            * torch.exp(log_density + tilt * cell[:, None] * interval - scale)
+        )
+        lower_mass, upper_mass = (
+            (mass * (1 - upper)).sum(dim=1),
+            (mass * upper).sum(dim=1) * math.exp(tilt * interval),
+        )
         masses = torch.zeros(last - first + 1, dtype=torch.float64)
         index = (cell - first).long()
         masses.index_add_(0, index, lower_mass).index_add_(0, index + 1, upper_mass)

@@ -1,16 +1,19 @@
-r"""The summed privacy loss of different mechanisms: sampled Gaussians of any rate and noise, and releases.
+r"""The summed privacy loss of different mechanisms: sampled Gaussians of any rate and noise, and
+releases.
 
-Losses of independent mechanisms add up, so on a common grid the characteristic function of the sum is
-:math:`\prod_j \varphi_j(\theta)^{n_j}`: one Fourier transform for each *kind* j, however often (:math:`n_j`) it was
-used.  Grid, tilt, window, caps and what they add to delta are those of `dpcompanion.accounting.pld`; the result is the
-same `ComposedLoss`, an upper bound.  Kinds other than the sampled Gaussian:
+Losses of independent mechanisms add up, so on a common grid the characteristic function of the sum
+is :math:`\prod_j \varphi_j(\theta)^{n_j}`: one Fourier transform for each *kind* j, however often
+(:math:`n_j`) it was used. Grid, tilt, window, caps and what they add to delta are those of
+`dpcompanion.accounting.pld`; the result is the same `ComposedLoss`, an upper bound. Kinds other
+than the sampled Gaussian:
 
 * `ReplacementLoss`: one step of the sampled Gaussian where one example replaces another;
 * `GaussianLoss`: :math:`N(1, \sigma^2)` against :math:`N(0, \sigma^2)`;
 * `LaplaceLoss`: with :math:`c = 1/b`, the loss is c with probability 1/2, -c with probability
   :math:`e^{-c}/2`, and has the density :math:`\tfrac14 e^{(l-c)/2}` between;
-* `WorstLoss`: of all that is known to be (epsilon, delta)-DP the worst pair (Kairouz et al. 2015): the loss is
-  :math:`\pm\varepsilon` with probabilities in the ratio :math:`e^\varepsilon : 1`, and infinite with probability delta.
+* `WorstLoss`: of all that is known to be (epsilon, delta)-DP the worst pair (Kairouz et al. 2015):
+  the loss is :math:`\pm\varepsilon` with probabilities in the ratio :math:`e^\varepsilon : 1`, and
+  infinite with probability delta.
 
 These four are the same in both directions.
 """
@@ -60,33 +63,36 @@ class GaussianLoss(StepLoss):
 
 
 class ReplacementLoss(StepLoss):
-    r"""The loss of one step of the sampled Gaussian where one example replaces another, below a cap.
+    r"""The loss of one step of the sampled Gaussian where one example replaces another, below a
+    cap.
 
-    The pair is :math:`P = (1-q) N(0, \sigma^2) + q N(a, \sigma^2)` against
-    :math:`Q = (1-q) N(0, \sigma^2) + q N(-b, \sigma^2)`, which dominates every step: given who else is sampled, a step
-    is :math:`P_g = (1-q) N(0, \sigma^2 I) + q N(g, \sigma^2 I)` against :math:`P_h`, with gradients g of length a and h
-    of length b at most.  Both are 1 where the clip norm is all that is known; of an example whose own norm was recorded
-    a is smaller, and b stays 1.
+    The pair is :math:`P = (1-q) N(0, \sigma^2) + q N(a, \sigma^2)` against :math:`Q = (1-q) N(0,
+    \sigma^2) + q N(-b, \sigma^2)`, which dominates every step: given who else is sampled, a step is
+    :math:`P_g = (1-q) N(0, \sigma^2 I) + q N(g, \sigma^2 I)` against :math:`P_h`, with gradients g
+    of length a and h of length b at most. Both are 1 where the clip norm is all that is known; of
+    an example whose own norm was recorded a is smaller, and b stays 1.
 
-    Proof.  Let :math:`\alpha \ge 1`.  With densities over that of :math:`N(g, \sigma^2 I)`, under which X is standard
-    normal after a shift, and :math:`v = (h - g) / \sigma, u = -g / \sigma`,
+    Proof. Let :math:`\alpha \ge 1`. With densities over that of :math:`N(g, \sigma^2 I)`, under
+    which X is standard normal after a shift, and :math:`v = (h - g) / \sigma, u = -g / \sigma`,
 
     .. math::
         H_\alpha(P_g \| P_h) = q\, E\big[(1 - A - B)_+\big], \quad
         A = \alpha e^{\langle v, X \rangle - |v|^2/2}, \quad
         B = \tfrac{(1-q)(\alpha-1)}{q} e^{\langle u, X \rangle - |u|^2/2}.
 
-    In the entries of the covariance of :math:`(\langle v, X \rangle, \langle u, X \rangle)` its derivatives are
-    :math:`\tfrac12 E[A^2 f_{AA}], \tfrac12 E[B^2 f_{BB}]` and :math:`E[AB f_{AB}]`, and all second derivatives of
-    :math:`f = (1 - A - B)_+` are the same point mass, at least 0.  So the divergence is largest where
-    :math:`|v|, |u|` and :math:`\langle v, u \rangle` are, all at once for opposite g and h with
-    :math:`|g| = a, |h| = b`.  For :math:`\alpha < 1` the roles of g and h are exchanged.
+    In the entries of the covariance of :math:`(\langle v, X \rangle, \langle u, X \rangle)` its
+    derivatives are :math:`\tfrac12 E[A^2 f_{AA}], \tfrac12 E[B^2 f_{BB}]` and :math:`E[AB f_{AB}]`,
+    and all second derivatives of :math:`f = (1 - A - B)_+` are the same point mass, at least 0. So
+    the divergence is largest where :math:`|v|, |u|` and :math:`\langle v, u \rangle` are, all at
+    once for opposite g and h with :math:`|g| = a, |h| = b`. For :math:`\alpha < 1` the roles of g
+    and h are exchanged.
 
     With :math:`\ell_a(x) = \ln(1 - q + q e^{a x/\sigma^2 - a^2/(2\sigma^2)})` the loss is
     :math:`\ell_a(x) - \ell_b(-x)`.  That of Q against P is the same with a and b exchanged.
 
     Args:
-        sample_rate, noise_multiplier, log_capped: q, sigma / a, and the logarithm of the probability above the cap.
+        sample_rate, noise_multiplier, log_capped: q, sigma / a, and the logarithm of the
+        probability above the cap.
         other: sigma / b, by default sigma / a.
 
     >>> step = ReplacementLoss(0.1, 1.0, math.log(1e-12))
@@ -96,27 +102,38 @@ class ReplacementLoss(StepLoss):
     """
 
     def __init__(self, sample_rate, noise_multiplier, log_capped, other=None):
-        self.other = torch.tensor(float(noise_multiplier if other is None else other), dtype=torch.float64)
+        self.other = torch.tensor(
+            float(noise_multiplier if other is None else other), dtype=torch.float64
+        )
         super().__init__(sample_rate, noise_multiplier, "remove", log_capped)
 
     def _smooth_length(self):
         return smooth_length(float(self.q), min(float(self.sigma), float(self.other)))
 
     def _loss_and_log_density(self, t):
-        above, below = log_density_ratio(t, self.q, self.sigma), log_density_ratio(-t, self.q, self.other)
+        above, below = (
+            log_density_ratio(t, self.q, self.sigma),
+            log_density_ratio(-t, self.q, self.other),
+        )
         return above - below, above - 0.5 * t * t - 0.5 * math.log(2 * math.pi)
 
     def _t_of_loss(self, loss):
         return self._t_of_equal_norms(loss) if self.other == self.sigma else self._t_by_newton(loss)
 
     def _t_by_newton(self, loss):
-        """By Newton's method from a chord of a table; its ends for losses beyond those of the panels."""
+        """By Newton's method from a chord of a table; its ends for losses beyond those of the
+        panels.
+        """
         low, high = self.ends
-        t = torch.linspace(low, high, math.ceil((high - low) / (0.02 * self.scale)) + 1, dtype=torch.float64)
+        t = torch.linspace(
+            low, high, math.ceil((high - low) / (0.02 * self.scale)) + 1, dtype=torch.float64
+        )
         table = torch.cummax(self._loss_and_log_density(t)[0], dim=0).values
         place = torch.searchsorted(table, loss).clamp(1, len(t) - 1)
         left, right, below, above = t[place - 1], t[place], table[place - 1], table[place]
-        found = left + (right - left) * ((loss - below) / (above - below).clamp(min=1e-300)).clamp(0, 1)
+        found = left + (right - left) * ((loss - below) / (above - below).clamp(min=1e-300)).clamp(
+            0, 1
+        )
 
         def slope(side, noise):
             """Of the logarithm of the density over that of no example."""
@@ -130,19 +147,24 @@ class ReplacementLoss(StepLoss):
         return found
 
     def _t_of_equal_norms(self, loss):
-        # e^(x / sigma^2) solves a quadratic equation: x / sigma^2 = L/2 + asinh((1-q)/q e^(1/(2 sigma^2)) sinh(L/2)).
+        # e^(x / sigma^2) solves a quadratic equation: x / sigma^2 = L/2 + asinh((1-q)/q e^(1/(2
+        # sigma^2)) sinh(L/2)).
         half = loss.abs() / 2
         log_sinh = half + torch.log(-torch.expm1(-2 * half)) - math.log(2)
         log_argument = torch.log1p(-self.q) - torch.log(self.q) + 0.5 / self.sigma**2 + log_sinh
         # Beyond e^20, asinh is the logarithm of twice its argument to the last bit.
         asinh = torch.where(
-            log_argument < 20, torch.asinh(torch.exp(log_argument.clamp(max=20))), log_argument + math.log(2)
+            log_argument < 20,
+            torch.asinh(torch.exp(log_argument.clamp(max=20))),
+            log_argument + math.log(2),
         )
         return self.sigma * torch.sign(loss) * (half + asinh)
 
 
 class _Bounded:
-    """A loss between -most and most, whose law under the first distribution of the pair is known in closed form."""
+    """A loss between -most and most, whose law under the first distribution of the pair is known in
+    closed form.
+    """
 
     log_capped = -math.inf
 
@@ -155,13 +177,19 @@ class _Bounded:
         raise NotImplementedError
 
     def _pieces(self, interval) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses, and logarithms of their masses, none of which stands for a stretch that a grid point parts."""
+        """Losses, and logarithms of their masses, none of which stands for a stretch that a grid
+        point parts.
+        """
         raise NotImplementedError
 
     def tilted_variance(self, tilt):
-        """Of the tilted law: by second differences of ln E[exp(tilt L)], near enough to choose a window."""
+        """Of the tilted law: by second differences of ln E[exp(tilt L)], near enough to choose a
+        window.
+        """
         step = 1e-3 / self.most
-        low, here, high = self.log_mgf(tilt + step * torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)).tolist()
+        low, here, high = self.log_mgf(
+            tilt + step * torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)
+        ).tolist()
         return max((low - 2 * here + high) / step**2, 1e-12 * self.most**2)
 
     def discretize(self, interval, tilt):
@@ -189,7 +217,9 @@ class LaplaceLoss(_Bounded):
     def log_mgf(self, tilts):
         c, slope = self.most, (tilts + 0.5).abs()
         length = torch.where(
-            slope * c > 1e-8, -torch.expm1(-2 * slope * c) / slope.clamp(min=1e-300), 2 * c * torch.exp(-slope * c)
+            slope * c > 1e-8,
+            -torch.expm1(-2 * slope * c) / slope.clamp(min=1e-300),
+            2 * c * torch.exp(-slope * c),
         )
         between = torch.log(length) + slope * c - math.log(4) - c / 2
         ends = torch.logaddexp(tilts * c, -tilts * c - c) - math.log(2)
@@ -197,13 +227,23 @@ class LaplaceLoss(_Bounded):
 
     def _pieces(self, interval):
         c = self.most
-        grid = torch.arange(math.ceil(-c / interval), math.floor(c / interval) + 1, dtype=torch.float64) * interval
+        grid = (
+            torch.arange(
+                math.ceil(-c / interval), math.floor(c / interval) + 1, dtype=torch.float64
+            )
+            * interval
+        )
         pieces = math.ceil(20 * c) + 1
-        at = torch.cat([grid.clamp(-c, c), torch.linspace(-c, c, pieces + 1, dtype=torch.float64)]).sort().values
+        at = (
+            torch.cat([grid.clamp(-c, c), torch.linspace(-c, c, pieces + 1, dtype=torch.float64)])
+            .sort()
+            .values
+        )
         width = at.diff()[:, None]
         loss = at[:-1, None] + width * (CELL_NODES + 1) / 2
         log_mass = (loss - c) / 2 - math.log(4) + torch.log(width / 2 * CELL_WEIGHTS)
-        # In a short piece every node has the cell of its middle, whatever rounding says of those at its ends.
+        # In a short piece every node has the cell of its middle, whatever rounding says of those at
+        # its ends.
         cell = torch.floor(loss.mean(dim=1, keepdim=True) / interval) * interval
         loss = torch.minimum(torch.maximum(loss, cell), cell + interval * (1 - 1e-12))
         ends = torch.tensor([c, -c], dtype=torch.float64)
@@ -212,7 +252,9 @@ class LaplaceLoss(_Bounded):
 
 
 class WorstLoss(_Bounded):
-    """The finite part of the worst loss under (epsilon, delta)-DP; its masses add up to 1 - delta."""
+    """The finite part of the worst loss under (epsilon, delta)-DP; its masses add up to 1 -
+    delta.
+    """
 
     def __init__(self, epsilon, delta):
         self._log_high = math.log1p(-delta) - math.log1p(math.exp(-epsilon))
@@ -233,11 +275,14 @@ class Sum:
         self.kinds = kinds
         self.steps = sum(count for _, count in kinds)
         self.std = math.sqrt(sum(count * loss.std**2 for loss, count in kinds))
-        # The scales of tilts at which one loss decides: of the widest Gaussian, or the largest of what is bounded.
+        # The scales of tilts at which one loss decides: of the widest Gaussian, or the largest of
+        # what is bounded.
         bounded = [loss.most for loss, _ in kinds if isinstance(loss, _Bounded)]
         scales = [float(loss.sigma) for loss, _ in kinds if isinstance(loss, StepLoss)]
         self.widest = max([*scales, 1 / max(bounded)] if bounded else scales)
-        self.log_capped = float(np.logaddexp.reduce([loss.log_capped + math.log(count) for loss, count in kinds]))
+        self.log_capped = float(
+            np.logaddexp.reduce([loss.log_capped + math.log(count) for loss, count in kinds])
+        )
 
     def log_mgf(self, tilts):
         """ln E[exp(tilt S)] at each tilt."""
@@ -249,18 +294,24 @@ class Sum:
     def tilts(self):
         """Tilts on a wide grid, and ln E[exp(tilt S)] at each, as in `pld`."""
         few, many = sorted((1 / max(self.std, 1e-9), self.widest))
-        tilts = torch.from_numpy(np.geomspace(1e-3 * few, 1e2 * many, int(10 * math.log10(1e5 * many / few))))
+        tilts = torch.from_numpy(
+            np.geomspace(1e-3 * few, 1e2 * many, int(10 * math.log10(1e5 * many / few)))
+        )
         reachable = self.log_mgf(1.2 * tilts).isfinite()
         if not reachable.any():
             raise NoGrid("no moment of the summed loss can be computed in float64")
         return tilts[reachable], self.log_mgf(tilts[reachable])
 
     def window(self, tilt):
-        """interval -> the ends between which the tilted sum on the grid lies but for 2 e^-38 (Chernoff's bound)."""
+        """interval -> the ends between which the tilted sum on the grid lies but for 2 e^-38
+        (Chernoff's bound).
+        """
         variance = sum(count * loss.tilted_variance(tilt) for loss, count in self.kinds)
         here = float(self.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
         few, many = sorted((tilt, 1 / max(math.sqrt(variance), 1e-6 / tilt)))
-        offsets = torch.from_numpy(np.geomspace(0.03 * few, 30 * many, int(8 * math.log10(1e3 * many / few))))
+        offsets = torch.from_numpy(
+            np.geomspace(0.03 * few, 30 * many, int(8 * math.log10(1e3 * many / few)))
+        )
         sides = [(sign * offsets, self.log_mgf(tilt + sign * offsets) - here) for sign in (1, -1)]
 
         def ends(interval):
@@ -268,14 +319,21 @@ class Sum:
             for signed, rise in sides:
                 tilts = tilt + signed
                 grid = self.steps * (tilts * (1 + tilts)).clamp(min=0) * interval**2 / 8
-                reach.append(float(((rise + grid - WINDOW_LOG_TAIL) / signed.abs()).nan_to_num(nan=math.inf).min()))
+                reach.append(
+                    float(
+                        ((rise + grid - WINDOW_LOG_TAIL) / signed.abs())
+                        .nan_to_num(nan=math.inf)
+                        .min()
+                    )
+                )
             return -reach[1], reach[0]
 
         return ends
 
 
 def refined(total, epsilon, delta=None, infinite=0.0):
-    """The loss of a `Sum` near `epsilon`, or from there on to `delta`, on a grid fine enough; and the epsilon.
+    """The loss of a `Sum` near `epsilon`, or from there on to `delta`, on a grid fine enough; and
+    the epsilon.
 
     `infinite` is the probability of an infinite loss, which counts as delta.
     """
@@ -288,7 +346,9 @@ def refined(total, epsilon, delta=None, infinite=0.0):
             epsilon = loss.epsilon(delta)
         slope = -loss.log_delta(epsilon)[1] if math.isfinite(epsilon) else 0.0
         error = loss.error * max(1.0, (1 + slope) / (1 + loss.tilt))
-        loss = replace(loss, error=max(error, loss.interval) if epsilon < 20 * loss.interval else error)
+        loss = replace(
+            loss, error=max(error, loss.interval) if epsilon < 20 * loss.interval else error
+        )
         if epsilon == 0 or loss.error <= 2 * allowed * epsilon or loss.interval > 0.8 * coarser:
             break
         coarser = loss.interval
@@ -312,8 +372,12 @@ def _compose(total, moments, epsilon, slope, allowed, infinite):
     low, high = ends(interval)
     size = (high - low) / interval + 2
     if not size <= MOST_POINTS:
-        raise NoGrid(f"the summed loss takes {size:.1g} grid points, at most {MOST_POINTS} are possible")
-    first, masses, log_mass, cut = _convolved(total.kinds, interval, tilt, math.floor(low / interval), size)
+        raise NoGrid(
+            f"the summed loss takes {size:.1g} grid points, at most {MOST_POINTS} are possible"
+        )
+    first, masses, log_mass, cut = _convolved(
+        total.kinds, interval, tilt, math.floor(low / interval), size
+    )
     rise = log_mass - float(total.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
     return ComposedLoss(
         interval=interval,
@@ -322,13 +386,18 @@ def _compose(total, moments, epsilon, slope, allowed, infinite):
         first=first,
         masses=masses,
         log_scale=log_mass,
-        slack=cut + 2 * math.exp(WINDOW_LOG_TAIL) + TRANSFORM_ERROR * (total.steps + len(total.kinds)),
-        log_capped=float(np.logaddexp(total.log_capped, math.log(infinite) if infinite else -math.inf)),
+        slack=cut
+        + 2 * math.exp(WINDOW_LOG_TAIL)
+        + TRANSFORM_ERROR * (total.steps + len(total.kinds)),
+        log_capped=float(
+            np.logaddexp(total.log_capped, math.log(infinite) if infinite else -math.inf)
+        ),
     )
 
 
 def _convolved(kinds, interval, tilt, start, size):
-    """The convolution of all kinds, each as often as it counts, on a circle of at least `size` points from `start`.
+    """The convolution of all kinds, each as often as it counts, on a circle of at least `size`
+    points from `start`.
 
     Returns (first index, masses, ln of their sum before tilting, bound on the mass that was cut).
     """

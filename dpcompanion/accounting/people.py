@@ -1,17 +1,21 @@
-r"""Epsilon of each of many people, whose steps are of different kinds: sampled Gaussians of any rates, and releases.
+r"""Epsilon of each of many people, whose steps are of different kinds: sampled Gaussians of any
+rates, and releases.
 
-`dpcompanion.accounting.histories` computes epsilons of thousands of histories of steps at one sample rate: the
-logarithms of their characteristic functions are counts times those of the kinds.  Nothing there asks for one rate, so
-the kinds may be any losses of `loss` and `mixed`.  Infinite losses, with which (epsilon, delta) guarantees count, are
-taken off delta beforehand, the same for all who have the same guarantees.
+`dpcompanion.accounting.histories` computes epsilons of thousands of histories of steps at one
+sample rate: the logarithms of their characteristic functions are counts times those of the kinds.
+Nothing there asks for one rate, so the kinds may be any losses of `loss` and `mixed`. Infinite
+losses, with which (epsilon, delta) guarantees count, are taken off delta beforehand, the same for
+all who have the same guarantees.
 
-Where one example replaces another, a sampled step of a person is the pair of `mixed.ReplacementLoss`: of what was
-promised with the same norm for both examples, of an account with the person's own norm against all that the other
-example may have.
+Where one example replaces another, a sampled step of a person is the pair of
+`mixed.ReplacementLoss`: of what was promised with the same norm for both examples, of an account
+with the person's own norm against all that the other example may have.
 
 >>> from dpcompanion.accounting import Ledger
 >>> costs = Cost(SampledGaussian(0.01, 1.0, 1)), Cost(SampledGaussian(0.02, 1.2, 1))
->>> epsilons_of(costs, torch.tensor([[500, 500], [500, 0]]), 1e-5, lambda items: Ledger(items).epsilon(1e-5))
+>>> epsilons_of(
+...     costs, torch.tensor([[500, 500], [500, 0]]), 1e-5, lambda items: Ledger(items).epsilon(1e-5)
+... )
 tensor([2.3..., 1.3...], dtype=torch.float64)
 """
 
@@ -37,19 +41,24 @@ from dpcompanion.accounting.loss import DIRECTIONS, LARGEST_NOISE, LEAST_RATE, S
 from dpcompanion.accounting.pld import LOG_CAPPED
 
 _FEW = 12  # different people whose epsilons are computed one by one
-SPREAD = 1e12  # what costs so much less than the most expensive kind counts as so much: one grid holds all losses
+# what costs so much less than the most expensive kind counts as so much: one grid holds all losses
+SPREAD = 1e12
 
 
 class Cost(NamedTuple):
-    """What a person is charged for: an item of one step or release, and where one example replaces another the noise
-    multiplier at the norm of the other example, None for the same as the item's."""
+    """What a person is charged for: an item of one step or release, and where one example replaces
+    another the noise multiplier at the norm of the other example, None for the same as the
+    item's.
+    """
 
     item: Item
     other: float | None = None
 
 
 class _Replaced(NamedTuple):
-    """A sampled step in which an example replaces another: its rate, and the noise over the norm of either."""
+    """A sampled step in which an example replaces another: its rate, and the noise over the norm of
+    either.
+    """
 
     sample_rate: float
     noise_multiplier: float
@@ -57,13 +66,15 @@ class _Replaced(NamedTuple):
 
 
 def replacement_costs(promised: Item, account: Any) -> tuple[list[Cost], torch.Tensor] | None:
-    """An account's costs and (n, costs) counts where one example replaces another, or None where it says nothing then.
+    """An account's costs and (n, costs) counts where one example replaces another, or None where it
+    says nothing then.
 
-    Of the other example nothing is known but what was promised: it may have the full norm at each step that was
-    promised, also at those for which the person was charged less, or nothing.
+    Of the other example nothing is known but what was promised: it may have the full norm at each
+    step that was promised, also at those for which the person was charged less, or nothing.
     """
     if not isinstance(promised, SampledGaussian) or any(
-        not isinstance(kind, SampledGaussian) or kind.sample_rate != promised.sample_rate for kind in account.kinds
+        not isinstance(kind, SampledGaussian) or kind.sample_rate != promised.sample_rate
+        for kind in account.kinds
     ):
         return None
     most = promised.noise_multiplier
@@ -81,7 +92,8 @@ def epsilons_of(
     *,
     relation: str = "add-remove",
 ) -> torch.Tensor:
-    """Epsilon of each person at `delta`, (n,) float64, an upper bound, about 0.1% above the exact value.
+    """Epsilon of each person at `delta`, (n,) float64, an upper bound, about 0.1% above the exact
+    value.
 
     Sampler: Poisson.
 
@@ -99,18 +111,30 @@ def epsilons_of(
     rows, which = distinct_rows(counts)
     kinds = [cost.item if relation == "add-remove" else _replaced(cost) for cost in costs]
     gridded = rows[:, [_is_sampled(kind) for kind in kinds]].any(dim=1)
-    unequal = [isinstance(kind, _Replaced) and kind.noise_multiplier != kind.other for kind in kinds]
+    unequal = [
+        isinstance(kind, _Replaced) and kind.noise_multiplier != kind.other for kind in kinds
+    ]
     if len(rows) <= _FEW:
         gridded = rows[:, unequal].any(dim=1)
     if min(map(_scale, kinds)) < inclusion_bound.LITTLE_NOISE:
         gridded[:] = False
-    infinite = torch.tensor([math.log1p(-kind.delta) if isinstance(kind, Guarantee) else 0.0 for kind in kinds])
+    infinite = torch.tensor(
+        [math.log1p(-kind.delta) if isinstance(kind, Guarantee) else 0.0 for kind in kinds]
+    )
     infinite = -torch.expm1(rows.double() @ infinite.double())
     gridded &= infinite < delta
     found = torch.empty(len(rows), dtype=torch.float64)
-    whole = [cost.item if cost.other is None else _with_noise(cost.item, cost.other) for cost in costs]
+    whole = [
+        cost.item if cost.other is None else _with_noise(cost.item, cost.other) for cost in costs
+    ]
     for place in (~gridded).nonzero()[:, 0].tolist():
-        found[place] = alone([item for kind, count in zip(whole, rows[place].tolist()) for item in times(kind, count)])
+        found[place] = alone(
+            [
+                item
+                for kind, count in zip(whole, rows[place].tolist())
+                for item in times(kind, count)
+            ]
+        )
     for lost in infinite[gridded].unique().tolist():
         here = (gridded & (infinite == lost)).nonzero()[:, 0]
         found[here] = _on_grids(kinds, rows[here], delta - lost)
@@ -122,7 +146,9 @@ def _with_noise(item, noise_multiplier):
 
 
 def _is_sampled(kind):
-    return isinstance(kind, _Replaced) or (isinstance(kind, SampledGaussian) and kind.sample_rate < 1)
+    return isinstance(kind, _Replaced) or (
+        isinstance(kind, SampledGaussian) and kind.sample_rate < 1
+    )
 
 
 def _replaced(cost):
@@ -151,7 +177,9 @@ def _scale(kind):
 def _on_grids(kinds, counts, delta):
     """Epsilon of people all of whom have sampled steps, in the worse direction."""
     # An epsilon of 0 has no finite loss.
-    used = [j for j in range(len(kinds)) if bool(counts[:, j].any()) and _scale(kinds[j]) < math.inf]
+    used = [
+        j for j in range(len(kinds)) if bool(counts[:, j].any()) and _scale(kinds[j]) < math.inf
+    ]
     # Kinds whose losses are capped come first: of all the cap of the first one is counted.
     used.sort(key=lambda j: isinstance(kinds[j], (Laplace, Guarantee)))
     kinds, counts = [kinds[j] for j in used], counts[:, used]
@@ -160,22 +188,29 @@ def _on_grids(kinds, counts, delta):
     log_capped = LOG_CAPPED + math.log(delta) - math.log(float(total_steps(counts).max()))
     found = torch.zeros(len(counts), dtype=torch.float64)
     for direction in DIRECTIONS:
-        losses = {float(k): _loss(rate, kind, direction, log_capped) for k, (rate, kind) in enumerate(nodes)}
-        for part, own in zip(counts.split(max(BLOCK // len(kinds), 1)), found.split(max(BLOCK // len(kinds), 1))):
+        losses = {
+            float(k): _loss(rate, kind, direction, log_capped)
+            for k, (rate, kind) in enumerate(nodes)
+        }
+        for part, own in zip(
+            counts.split(max(BLOCK // len(kinds), 1)), found.split(max(BLOCK // len(kinds), 1))
+        ):
             torch.maximum(own, epsilons_in_one_direction(part, levels, losses, delta), out=own)
     return found
 
 
 def _levels(kinds, most):
-    """The kinds as levels of a list of nodes: (rate, noise) of sampled Gaussians, (rate, (noise, other)) of replaced
-    ones, (None, item) of the others."""
+    """The kinds as levels of a list of nodes: (rate, noise) of sampled Gaussians, (rate, (noise,
+    other)) of replaced ones, (None, item) of the others.
+    """
     nodes: list[tuple[Any, Any]] = []
     groups: dict[Any, list[int]] = {}
     for j, kind in enumerate(kinds):
         groups.setdefault(_group(kind, most), []).append(j)
     low, high = torch.zeros(2, len(kinds), dtype=torch.int64)
     share = torch.zeros(len(kinds), dtype=torch.float64)
-    for group, columns in sorted(groups.items(), key=lambda group: group[0] is None):  # bounded losses come last
+    # bounded losses come last
+    for group, columns in sorted(groups.items(), key=lambda group: group[0] is None):
         if group is None:
             low[columns] = high[columns] = torch.arange(len(nodes), len(nodes) + len(columns))
             nodes += [(None, _at_most(kinds[j], most)) for j in columns]
@@ -185,7 +220,9 @@ def _levels(kinds, most):
         own = {1 / noise: noise for noise in noises}
         # Of many levels of one rate some are nodes, and the others mixtures of them (`levels`).
         few = len(kinds) <= MOST_LEVELS
-        between = Levels.between([1 / noise for noise in noises], most=len(noises) if few else MIXTURE_NODES)
+        between = Levels.between(
+            [1 / noise for noise in noises], most=len(noises) if few else MIXTURE_NODES
+        )
         low[columns], high[columns] = between.low + len(nodes), between.high + len(nodes)
         share[columns] = between.share
         if other:  # no mixture is proved for a pair: the node above counts
@@ -220,4 +257,8 @@ def _loss(rate, kind, direction, log_capped):
         return StepLoss(rate, kind, direction, log_capped)
     if isinstance(kind, Gaussian):
         return mixed.GaussianLoss(kind.noise_multiplier, log_capped)
-    return mixed.LaplaceLoss(kind.scale) if isinstance(kind, Laplace) else mixed.WorstLoss(kind.epsilon, kind.delta)
+    return (
+        mixed.LaplaceLoss(kind.scale)
+        if isinstance(kind, Laplace)
+        else mixed.WorstLoss(kind.epsilon, kind.delta)
+    )

@@ -18,12 +18,11 @@ zero.  Both ways below compute :math:`A_\alpha - 1` as a sum of terms that are
 never negative, so that nothing cancels, and the relative error of the divergence
 stays near 1e-12 from noise multiplier 0.1 to 1e6 and sample rate 1e-7 to 1:
 
-* at an integer order, by the binomial sum
-  :math:`A_\alpha - 1 = \sum_{k=2}^{\alpha} \binom{\alpha}{k} (1-q)^{\alpha-k} q^k (e^{(k^2-k)/2\sigma^2} - 1)`;
-* at any other order (and above 1024), by the trapezoidal rule on
-  :math:`A_\alpha - 1 = E_Q[(1+y)^\alpha - 1 - \alpha y]`, where
-  :math:`1 + y = P/Q`: the integrand is convex in y, so never negative, and analytic,
-  so the rule converges exponentially fast.
+* at an integer order, by the binomial sum :math:`A_\alpha - 1 = \sum_{k=2}^{\alpha}
+  \binom{\alpha}{k} (1-q)^{\alpha-k} q^k (e^{(k^2-k)/2\sigma^2} - 1)`;
+* at any other order (and above 1024), by the trapezoidal rule on :math:`A_\alpha - 1 =
+  E_Q[(1+y)^\alpha - 1 - \alpha y]`, where :math:`1 + y = P/Q`: the integrand is convex in y, so
+  never negative, and analytic, so the rule converges exponentially fast.
 
 Cost: about a thousand exponentials for each parameter pair and large order.
 Everything broadcasts, in float64, on the device of the tensors that come in.
@@ -44,7 +43,9 @@ from dpcompanion._types import Numbers
 
 #: Opacus's orders (1.1 to 10.9 by tenths, 12 to 63), 11, and from 64 to 1024 in steps of about 5%.
 DEFAULT_ORDERS = tuple(
-    [1 + x / 10 for x in range(1, 100)] + list(range(11, 64)) + sorted({round(64 * 16 ** (j / 56)) for j in range(57)})
+    [1 + x / 10 for x in range(1, 100)]
+    + list(range(11, 64))
+    + sorted({round(64 * 16 ** (j / 56)) for j in range(57)})
 )
 
 # The binomial sum serves integer orders up to here; beyond, the integral costs less.
@@ -56,9 +57,13 @@ _TAIL = 9.0
 
 
 @overload
-def rdp_sampled_gaussian(*, sample_rate: float, noise_multiplier: float, orders: float) -> float: ...
+def rdp_sampled_gaussian(
+    *, sample_rate: float, noise_multiplier: float, orders: float
+) -> float: ...
 @overload
-def rdp_sampled_gaussian(*, sample_rate: Numbers, noise_multiplier: Numbers, orders: Numbers = ...) -> torch.Tensor: ...
+def rdp_sampled_gaussian(
+    *, sample_rate: Numbers, noise_multiplier: Numbers, orders: Numbers = ...
+) -> torch.Tensor: ...
 def rdp_sampled_gaussian(
     *, sample_rate: Numbers, noise_multiplier: Numbers, orders: Numbers = DEFAULT_ORDERS
 ) -> float | torch.Tensor:
@@ -78,12 +83,15 @@ def rdp_sampled_gaussian(
         (``S`` alone where `orders` is a number; a float where all three are numbers).
 
     Raises:
-        ValueError: a rate outside (0, 1], a negative or non-finite noise multiplier, an order not above 1.
+        ValueError: a rate outside (0, 1], a negative or non-finite noise multiplier, an order not
+        above 1.
 
     Source: Mironov, Talwar and Zhang 2019, "Rényi differential privacy of the sampled
     Gaussian mechanism", section 3.
 
-    >>> rdp_sampled_gaussian(sample_rate=1.0, noise_multiplier=2.0, orders=[3, 16])   # alpha / (2 sigma^2)
+    >>> rdp_sampled_gaussian(
+    ...     sample_rate=1.0, noise_multiplier=2.0, orders=[3, 16]
+    ... )  # alpha / (2 sigma^2)
     tensor([0.3750, 2.0000], dtype=torch.float64)
     """
     _checks.in_interval("sample_rate", sample_rate, 0, 1, closed="right")
@@ -91,11 +99,17 @@ def rdp_sampled_gaussian(
     _checks.in_interval("orders", orders, 1, math.inf, closed="neither")
     q, sigma = as_float64_tensors(sample_rate, noise_multiplier)
     alpha = torch.as_tensor(_checks.unlabelled(orders), dtype=torch.float64, device=q.device)
-    shape, q, sigma, alphas = q.shape + alpha.shape, q.reshape(-1), sigma.reshape(-1), alpha.reshape(-1)
+    shape, q, sigma, alphas = (
+        q.shape + alpha.shape,
+        q.reshape(-1),
+        sigma.reshape(-1),
+        alpha.reshape(-1),
+    )
 
     log_excess = torch.empty(len(q), len(alphas), dtype=torch.float64, device=q.device)
     by_sum = (alphas == alphas.round()) & (alphas <= _LARGEST_SUM)
-    # Full batches and noiseless steps have closed forms; a stand-in keeps them out of the way meanwhile.
+    # Full batches and noiseless steps have closed forms; a stand-in keeps them out of the way
+    # meanwhile.
     plain = (q < 1) & (sigma > 0)
     safe_q, safe_sigma = torch.where(plain, q, 0.5), torch.where(sigma > 0, sigma, 1.0)
     if by_sum.any():
@@ -109,10 +123,14 @@ def rdp_sampled_gaussian(
 
 
 def as_float64_tensors(*values: Numbers) -> tuple[torch.Tensor, ...]:
-    """The values as float64 tensors of one common shape, on the device of those that are tensors."""
+    """The values as float64 tensors of one common shape, on the device of those that are
+    tensors.
+    """
     values = tuple(map(_checks.unlabelled, values))
     device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
-    return torch.broadcast_tensors(*(torch.as_tensor(v, dtype=torch.float64, device=device) for v in values))
+    return torch.broadcast_tensors(
+        *(torch.as_tensor(v, dtype=torch.float64, device=device) for v in values)
+    )
 
 
 def _log_excess_by_sum(q, sigma, orders):
@@ -125,7 +143,11 @@ def _log_excess_by_sum(q, sigma, orders):
         members = (size_class == size).nonzero()[:, 0]
         a = orders[members]
         k = torch.arange(2, int(a.max()) + 1, dtype=torch.float64, device=q.device)
-        choose = torch.lgamma(a + 1)[:, None] - torch.lgamma(k + 1) - torch.lgamma((a[:, None] - k).clamp(min=0) + 1)
+        choose = (
+            torch.lgamma(a + 1)[:, None]
+            - torch.lgamma(k + 1)
+            - torch.lgamma((a[:, None] - k).clamp(min=0) + 1)
+        )
         choose = choose.masked_fill(k > a[:, None], -math.inf)
         rows = max(1, _CHUNK // choose.numel())
         for start in range(0, len(q), rows):
@@ -139,7 +161,9 @@ def _log_excess_by_sum(q, sigma, orders):
 
 def _log_expm1(x):
     """ln(e^x - 1) for x > 0, without overflow and without cancellation."""
-    return torch.where(x > 1, x + torch.log1p(-torch.exp(-x)), torch.log(torch.expm1(x.clamp(max=2))))
+    return torch.where(
+        x > 1, x + torch.log1p(-torch.exp(-x)), torch.log(torch.expm1(x.clamp(max=2)))
+    )
 
 
 def log_density_ratio(t, q, sigma):
@@ -154,10 +178,11 @@ def log_density_ratio(t, q, sigma):
 def _log_excess_by_integral(q, sigma, orders):
     """ln(A - 1) at real orders, shape (len(q), len(orders)).
 
-    In units of sigma the integrand has Gaussian bumps of width 1 between 0 and order / sigma, and branch
-    points at distance pi sigma from the real axis, near the t at which the two halves of P are equal: a step of
-    half the smaller of 1 and sigma leaves an error below 1e-15.  Where sigma is so small that the integrand is
-    negligible there, a density of about exp(-1 / 8 sigma^2) against q^2, the branch points do not matter.
+    In units of sigma the integrand has Gaussian bumps of width 1 between 0 and order / sigma, and
+    branch points at distance pi sigma from the real axis, near the t at which the two halves of P
+    are equal: a step of half the smaller of 1 and sigma leaves an error below 1e-15. Where sigma is
+    so small that the integrand is negligible there, a density of about exp(-1 / 8 sigma^2) against
+    q^2, the branch points do not matter.
     """
     result = torch.empty(len(q), len(orders), dtype=torch.float64, device=q.device)
     apart = 1 / (8 * sigma**2) + 2 * torch.log(q) > 60
@@ -185,10 +210,20 @@ def _log_excess_by_integral(q, sigma, orders):
 def _log_convex_excess(log_r, a):
     """ln(r^a - 1 - a (r - 1)), which is the log of a number that is never negative."""
     y = torch.expm1(log_r.clamp(max=1.0))
-    series = 0.5 * a * (a - 1) * y * y * (1 + (a - 2) / 3 * y * (1 + (a - 3) / 4 * y * (1 + (a - 4) / 5 * y)))
-    # r^a - 1 - a (r - 1) = r (r^(a-1) - 1) - (a - 1) (r - 1) keeps a small a - 1 exact. Of r > 1 the r^a comes out.
+    series = (
+        0.5
+        * a
+        * (a - 1)
+        * y
+        * y
+        * (1 + (a - 2) / 3 * y * (1 + (a - 3) / 4 * y * (1 + (a - 4) / 5 * y)))
+    )
+    # r^a - 1 - a (r - 1) = r (r^(a-1) - 1) - (a - 1) (r - 1) keeps a small a - 1 exact. Of r > 1
+    # the r^a comes out.
     up, fall = log_r > 0, torch.expm1(-log_r.abs())
     power = torch.expm1(-(a - 1) * log_r.abs())
-    direct = torch.where(up, (a - 1) * fall * (1 + power) - power, power * (1 + fall) - (a - 1) * fall)
+    direct = torch.where(
+        up, (a - 1) * fall * (1 + power) - power, power * (1 + fall) - (a - 1) * fall
+    )
     near = (a * y).abs() < 0.003
     return torch.log(torch.where(near, series, direct)) + torch.where(up & ~near, a * log_r, 0.0)

@@ -1,12 +1,13 @@
 r"""Rényi divergences of any number of gradient norms, from a small table and from above.
 
-An example whose gradient is a share s of the clip norm C costs :math:`\rho(s)`, the
-divergence of the sampled Gaussian mechanism with noise multiplier :math:`\sigma/s`.  At a whole order
-the moment is a sum of exponentials of affine functions of :math:`x = s^2`, so :math:`\rho` is convex in x and a
-chord between two nodes of a table lies above it.  At a fractional order convexity is checked on the table,
-at the nodes and between them, and an order that fails is left out.
+An example whose gradient is a share s of the clip norm C costs :math:`\rho(s)`, the divergence of
+the sampled Gaussian mechanism with noise multiplier :math:`\sigma/s`. At a whole order the moment
+is a sum of exponentials of affine functions of :math:`x = s^2`, so :math:`\rho` is convex in x and
+a chord between two nodes of a table lies above it. At a fractional order convexity is checked on
+the table, at the nodes and between them, and an order that fails is left out.
 
-With 1024 nodes the chords are less than 1e-3 above, a few times more at the phase transition of a large order.
+With 1024 nodes the chords are less than 1e-3 above, a few times more at the phase transition of a
+large order.
 
 >>> orders, table = interpolation_table(0.01, 1.0, (2, 8.5))
 >>> interpolate(torch.tensor([0.0, 0.12345, 1.0], dtype=torch.float64), table)[:, 0]
@@ -26,10 +27,11 @@ _NOTHING = 1e30  # an upper bound on any divergence, finite so that none of it i
 
 
 def rdp_of_shares(shares, orders, *, sample_rate, noise_multiplier):
-    """RDP of a step with gradients of these shares (above 0) of the clip norm, (len(shares), len(orders)).
+    """RDP of a step with gradients of these shares (above 0) of the clip norm, (len(shares),
+    len(orders)).
 
-    Orders beyond 1024 serve examples that cost next to nothing. At a share where such an order is expensive to compute
-    it is never the best one, and a bound that says nothing stands in for it.
+    Orders beyond 1024 serve examples that cost next to nothing. At a share where such an order is
+    expensive to compute it is never the best one, and a bound that says nothing stands in for it.
     """
     noise = noise_multiplier / shares
     usual = [order for order in orders if order <= 1024]
@@ -37,22 +39,25 @@ def rdp_of_shares(shares, orders, *, sample_rate, noise_multiplier):
     for order in orders[len(usual) :]:
         column = torch.full_like(noise, _NOTHING)
         cheap = order <= 32 * noise
-        column[cheap] = rdp_sampled_gaussian(sample_rate=sample_rate, noise_multiplier=noise[cheap], orders=[order])[
-            :, 0
-        ]
+        column[cheap] = rdp_sampled_gaussian(
+            sample_rate=sample_rate, noise_multiplier=noise[cheap], orders=[order]
+        )[:, 0]
         table.append(column[:, None])
     return torch.cat(table, dim=1)
 
 
 @functools.lru_cache(maxsize=8)
 def interpolation_table(sample_rate, noise_multiplier, orders):
-    """The orders (a tuple, ascending) that can be served, (K,), and their table at the nodes, (NODES + 1, K).
+    """The orders (a tuple, ascending) that can be served, (K,), and their table at the nodes,
+    (NODES + 1, K).
 
     The table is shared between calls: do not write to it.
     """
     nodes = torch.linspace(0, 1, 2 * NODES + 1, dtype=torch.float64)
     table = torch.zeros(len(nodes), len(orders), dtype=torch.float64)
-    table[1:] = rdp_of_shares(nodes[1:], orders, sample_rate=sample_rate, noise_multiplier=noise_multiplier)
+    table[1:] = rdp_of_shares(
+        nodes[1:], orders, sample_rate=sample_rate, noise_multiplier=noise_multiplier
+    )
     slopes = table.diff(dim=0) / (nodes**2).diff()[:, None]
     orders = torch.tensor(orders, dtype=torch.float64)
     keep = (slopes.diff(dim=0) >= -1e-9 * slopes[1:].abs()).all(dim=0) | (orders == orders.round())

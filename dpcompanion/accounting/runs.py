@@ -3,10 +3,10 @@ r"""What a whole run of DP-SGD costs: epsilon at a delta, or delta at an epsilon
 A run is `steps` steps of the sampled Gaussian mechanism with the same sample rate and noise
 multiplier (add/remove neighbours, Poisson sampling).  Two accountants answer:
 
-* "pld", the default: the composed privacy loss distribution, tight up to a grid that adds about 1e-4 of
-  epsilon (`dpcompanion.accounting.pld`);
-* "rdp": Rényi divergences at many orders, added up and converted (`rdp`, `conversions`); microseconds
-  rather than milliseconds, and typically 5 to 15% above.
+* "pld", the default: the composed privacy loss distribution, tight up to a grid that adds about
+  1e-4 of epsilon (`dpcompanion.accounting.pld`);
+* "rdp": Rényi divergences at many orders, added up and converted (`rdp`, `conversions`);
+  microseconds rather than milliseconds, and typically 5 to 15% above.
 
 Both are upper bounds on the same number, so the PLD epsilon is the one to report.
 """
@@ -28,19 +28,35 @@ ACCOUNTANTS = ("pld", "rdp")
 
 #: Orders below the default ones, which are asked where the least of those decides.
 _NEAR_ONE = tuple(1 + np.geomspace(1e-5, 0.1, 81))
-_TINY = 1e-60  # deltas below it lie so far out that a grid may say less than divergences: the better one counts
+# deltas below it lie so far out that a grid may say less than divergences: the better one counts
+_TINY = 1e-60
 
 
 @overload
 def compute_epsilon(
-    *, sample_rate: float, noise_multiplier: float, steps: float, delta: float, accountant: str = ...
+    *,
+    sample_rate: float,
+    noise_multiplier: float,
+    steps: float,
+    delta: float,
+    accountant: str = ...,
 ) -> float: ...
 @overload
 def compute_epsilon(
-    *, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, delta: Numbers, accountant: str = ...
+    *,
+    sample_rate: Numbers,
+    noise_multiplier: Numbers,
+    steps: Numbers,
+    delta: Numbers,
+    accountant: str = ...,
 ) -> torch.Tensor: ...
 def compute_epsilon(
-    *, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, delta: Numbers, accountant: str = "pld"
+    *,
+    sample_rate: Numbers,
+    noise_multiplier: Numbers,
+    steps: Numbers,
+    delta: Numbers,
+    accountant: str = "pld",
 ) -> float | torch.Tensor:
     r"""Epsilon of `steps` steps of the sampled Gaussian mechanism at `delta`, an upper bound.
 
@@ -51,27 +67,39 @@ def compute_epsilon(
         noise_multiplier: standard deviation of the noise over the clip norm, at least 0. Below
             `inclusion_bound.LITTLE_NOISE` both accountants use the bound of that module.
         steps: number of steps, a whole number from 0 to 1e12.
-        delta: in (0, 1). The four are numbers, or tensors or sequences that broadcast; each distinct run is computed
-            once.
+        delta: in (0, 1). The four are numbers, or tensors or sequences that broadcast; each
+            distinct run is computed once.
         accountant: "pld" (tight) or "rdp" (fast).
 
     Returns:
-        A float, at least 0, inf where there is no noise; a float64 tensor of the common shape where an argument is no
-        number. Seconds at most for a run; one of so many steps at so little noise that no grid resolves it is bounded
+        A float, at least 0, inf where there is no noise; a float64 tensor of the common shape where
+        an argument is no
+        number. Seconds at most for a run; one of so many steps at so little noise that no grid
+        resolves it is bounded
         without one (see `pld`).
 
     Raises:
         ValueError: an argument outside its range.
 
     >>> reference = dict(sample_rate=512 / 60000, noise_multiplier=3.42529, steps=9375, delta=1e-5)
-    >>> round(compute_epsilon(**reference), 4), round(compute_epsilon(**reference, accountant="rdp"), 4)
+    >>> (
+    ...     round(compute_epsilon(**reference), 4),
+    ...     round(compute_epsilon(**reference, accountant="rdp"), 4),
+    ... )
     (0.9172, 1.0036)
-    >>> compute_epsilon(sample_rate=0.01, noise_multiplier=[1.0, 2.0], steps=1000, delta=1e-5).round(decimals=3)
+    >>> compute_epsilon(
+    ...     sample_rate=0.01, noise_multiplier=[1.0, 2.0], steps=1000, delta=1e-5
+    ... ).round(decimals=3)
     tensor([1.8280, 0.6220], dtype=torch.float64)
     """
     _checks.one_of("accountant", accountant, ACCOUNTANTS)
     return _each(
-        _epsilon, accountant, sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps, delta=delta
+        _epsilon,
+        accountant,
+        sample_rate=sample_rate,
+        noise_multiplier=noise_multiplier,
+        steps=steps,
+        delta=delta,
     )
 
 
@@ -81,7 +109,9 @@ def _epsilon(accountant, *, sample_rate, noise_multiplier, steps, delta):
     if steps == 0 or sigma == 0:
         return 0.0 if steps == 0 else math.inf
     if sigma < inclusion_bound.LITTLE_NOISE:
-        return inclusion_bound.epsilon(sample_rate=q, noise_multiplier=sigma, steps=steps, delta=delta)
+        return inclusion_bound.epsilon(
+            sample_rate=q, noise_multiplier=sigma, steps=steps, delta=delta
+        )
     found = math.inf
     if accountant == "pld":
         found = pld.epsilon(sample_rate=q, noise_multiplier=sigma, steps=steps, delta=delta)
@@ -98,14 +128,29 @@ def _epsilon(accountant, *, sample_rate, noise_multiplier, steps, delta):
 
 @overload
 def compute_delta(
-    *, sample_rate: float, noise_multiplier: float, steps: float, epsilon: float, accountant: str = ...
+    *,
+    sample_rate: float,
+    noise_multiplier: float,
+    steps: float,
+    epsilon: float,
+    accountant: str = ...,
 ) -> float: ...
 @overload
 def compute_delta(
-    *, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, epsilon: Numbers, accountant: str = ...
+    *,
+    sample_rate: Numbers,
+    noise_multiplier: Numbers,
+    steps: Numbers,
+    epsilon: Numbers,
+    accountant: str = ...,
 ) -> torch.Tensor: ...
 def compute_delta(
-    *, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, epsilon: Numbers, accountant: str = "pld"
+    *,
+    sample_rate: Numbers,
+    noise_multiplier: Numbers,
+    steps: Numbers,
+    epsilon: Numbers,
+    accountant: str = "pld",
 ) -> float | torch.Tensor:
     """Delta of `steps` steps of the sampled Gaussian mechanism at `epsilon`, an upper bound.
 
@@ -130,7 +175,12 @@ def compute_delta(
     """
     _checks.one_of("accountant", accountant, ACCOUNTANTS)
     return _each(
-        _delta, accountant, sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps, epsilon=epsilon
+        _delta,
+        accountant,
+        sample_rate=sample_rate,
+        noise_multiplier=noise_multiplier,
+        steps=steps,
+        epsilon=epsilon,
     )
 
 
@@ -140,7 +190,9 @@ def _delta(accountant, *, sample_rate, noise_multiplier, steps, epsilon):
     if steps == 0 or sigma == 0:
         return 0.0 if steps == 0 else 1.0
     if sigma < inclusion_bound.LITTLE_NOISE:
-        return inclusion_bound.delta(sample_rate=q, noise_multiplier=sigma, steps=steps, epsilon=epsilon)
+        return inclusion_bound.delta(
+            sample_rate=q, noise_multiplier=sigma, steps=steps, epsilon=epsilon
+        )
     found = 1.0
     if accountant == "pld":
         found = pld.delta(sample_rate=q, noise_multiplier=sigma, steps=steps, epsilon=epsilon)
@@ -156,38 +208,53 @@ def _delta(accountant, *, sample_rate, noise_multiplier, steps, epsilon):
 
 
 def _each(function, accountant, **values):
-    """A float where all values are numbers; else a tensor of the common shape, once for each distinct row of them."""
+    """A float where all values are numbers; else a tensor of the common shape, once for each
+    distinct row of them.
+    """
     values = {name: _checks.unlabelled(value) for name, value in values.items()}
     if all(np.ndim(value) == 0 for value in values.values()):
         return function(accountant, **values)
-    device = next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)
+    device = next(
+        (value.device for value in values.values() if isinstance(value, torch.Tensor)), None
+    )
     for name, value in values.items():
         if 0 in np.shape(_checks.in_interval(name, value)):
             raise ValueError(f"{name} must hold one number at least, got {value!r}")
-    tensors = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values()]
+    tensors = [
+        torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values()
+    ]
     try:
         columns = torch.broadcast_tensors(*tensors)
     except RuntimeError:
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip(values, tensors))
         raise ValueError(f"arguments must have shapes that broadcast, got {shapes}") from None
-    rows, which = torch.unique(torch.stack(columns, dim=-1).reshape(-1, len(values)), dim=0, return_inverse=True)
+    rows, which = torch.unique(
+        torch.stack(columns, dim=-1).reshape(-1, len(values)), dim=0, return_inverse=True
+    )
     found = [function(accountant, **dict(zip(values, row))) for row in rows.tolist()]
     return torch.tensor(found, dtype=torch.float64, device=device)[which].reshape(columns[0].shape)
 
 
 def checked_run(sample_rate, noise_multiplier, steps):
-    """Rate, noise and steps of a run, in the range that float64 carries; ValueError for what is none."""
+    """Rate, noise and steps of a run, in the range that float64 carries; ValueError for what is
+    none.
+    """
     return (
         max(_checks.number("sample_rate", sample_rate, 0, 1, closed="right"), LEAST_RATE),
-        min(_checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="left"), LARGEST_NOISE),
+        min(
+            _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="left"),
+            LARGEST_NOISE,
+        ),
         _checks.whole_number("steps", steps, 0, 10**12),
     )
 
 
 def orders_for(noise_multiplier):
-    """The default orders and, where the noise is so large that they cost little, orders beyond 1024.
+    """The default orders and, where the noise is so large that they cost little, orders beyond
+    1024.
 
-    With the default orders alone a tiny divergence still costs ln(1 / (1024 delta)) / 1023, whatever the noise.
+    With the default orders alone a tiny divergence still costs ln(1 / (1024 delta)) / 1023,
+    whatever the noise.
     """
     beyond = [1024 * math.sqrt(2) ** j for j in range(1, 61)]
     return DEFAULT_ORDERS + tuple(order for order in beyond if order <= 32 * noise_multiplier)

@@ -1,9 +1,13 @@
-"""Where a monotone condition begins to hold, from the side where it holds: the searches of the library.
+"""Where a monotone condition begins to hold, from the side where it holds: the searches of the
+library.
 
-`crossing` takes few values of an expensive function, `crossings` does so for many side by side, `bisect` halves many
-brackets at once. All return points that were looked at and found to hold, so that a bound stays one.
+`crossing` takes few values of an expensive function, `crossings` does so for many side by side,
+`bisect` halves many brackets at once. All return points that were looked at and found to hold, so
+that a bound stays one.
 
->>> bisect(lambda x: x**2 <= torch.tensor([2.0, 9.0]), good=torch.zeros(2), bad=torch.full((2,), 9.0))
+>>> bisect(
+...     lambda x: x**2 <= torch.tensor([2.0, 9.0]), good=torch.zeros(2), bad=torch.full((2,), 9.0)
+... )
 tensor([1.4142, 3.0000])
 """
 
@@ -19,7 +23,8 @@ def bisect(holds, *, good, bad, halvings=80):
     """The points, one for each bracket, up to which a condition holds.
 
     Args:
-        holds: a function of a tensor of points, to booleans: true at `good`, false at `bad`, with one change between.
+        holds: a function of a tensor of points, to booleans: true at `good`, false at `bad`, with
+        one change between.
         good, bad: the brackets' ends, tensors of one shape; either may be the larger.
         halvings: how often each is halved.
 
@@ -34,7 +39,8 @@ def bisect(holds, *, good, bad, halvings=80):
 
 
 def crossing(excess, *, start, low, high, meets, snap=float):
-    """Where the monotone `excess` crosses zero, within `PRECISION`, on the side where it is at most 0.
+    """Where the monotone `excess` crosses zero, within `PRECISION`, on the side where it is at most
+    0.
 
     For an expensive function: a bracket about `start`, then secants that are kept within it.
 
@@ -64,20 +70,24 @@ def crossing(excess, *, start, low, high, meets, snap=float):
             return _narrow(excess, good, bad, snap)
         if x == end:
             return x if good else None
-        # Epsilon is about a power, of exponent 1/2 to 2, of what is searched: its logarithm says how far to walk.
+        # Epsilon is about a power, of exponent 1/2 to 2, of what is searched: its logarithm says
+        # how far to walk.
         stride = min(max(0.02, abs(value)), 1.0) if stride is None else 2 * stride
         x = min(max(snap(x + toward * stride), low), high) if abs(end - x) > stride else end
 
 
 def _narrow(excess, good, bad, snap):
-    """The good end once the bracket is at most PRECISION wide, or nothing lies between; pairs (x, excess at x)."""
+    """The good end once the bracket is at most PRECISION wide, or nothing lies between; pairs (x,
+    excess at x).
+    """
     idle = 0
     while abs(bad[0] - good[0]) > PRECISION:
         gap = bad[0] - good[0]
         smooth = idle < 2 and max(-good[1], bad[1]) < 50
         share = 0.5
         if smooth:
-            # Aim a little past the secant's estimate, away from the nearer end: the bracket closes from both sides.
+            # Aim a little past the secant's estimate, away from the nearer end: the bracket closes
+            # from both sides.
             share = -good[1] / (bad[1] - good[1])
             share += math.copysign(min(max(0.01, PRECISION / 2 / abs(gap)), 0.25), 0.5 - share)
         x = snap(good[0] + share * gap)
@@ -92,24 +102,33 @@ def _narrow(excess, good, bad, snap):
 
 
 def crossings(excess, *, start, low, high, precision, enough=None, slopes=None):
-    """The least y in [low, high] at which a falling function is at most 0: within `precision`, and never below.
+    """The least y in [low, high] at which a falling function is at most 0: within `precision`, and
+    never below.
 
     `crossing` for many searches side by side, whose function takes all of them at once.
 
     Args:
-        excess: (y, index) -> values, at the points y of the searches `index`; falling, as in `crossing`.
+        excess: (y, index) -> values, at the points y of the searches `index`; falling, as in
+        `crossing`.
         start: (n,) where to look first.
         low, high: ends of the range, numbers.
         precision: how wide a bracket may stay, a number, or (n,).
-        enough: (n,) a search also ends at a value from -enough to 0, and aims at the middle of these; None for none.
-        slopes: (n,) how fast the function falls near the crossings, as far as that is known, which saves values; what
-            the searches learn is written into it.  With `enough` only.
+        enough: (n,) a search also ends at a value from -enough to 0, and aims at the middle of
+        these; None for none.
+        slopes: (n,) how fast the function falls near the crossings, as far as that is known, which
+            saves values; what the searches learn is written into it. With `enough` only.
 
     Returns:
         (n,) points; nan where even `high` exceeds 0.
 
     >>> cubes = torch.tensor([8.0, 27.0])
-    >>> crossings(lambda y, index: cubes[index] - y**3, start=torch.ones(2), low=0.0, high=9.0, precision=1e-4)
+    >>> crossings(
+    ...     lambda y, index: cubes[index] - y**3,
+    ...     start=torch.ones(2),
+    ...     low=0.0,
+    ...     high=9.0,
+    ...     precision=1e-4,
+    ... )
     tensor([2.0000, 3.0000])
     """
     good, bad = torch.full_like(start, math.nan), torch.full_like(start, math.nan)
@@ -133,16 +152,20 @@ def crossings(excess, *, start, low, high, precision, enough=None, slopes=None):
         open_ = open_[torch.where(gap.isnan(), ~ended, gap.abs() > widths[open_]) & ~near]
         f, g, precision, aim = at_good[open_], at_bad[open_], widths[open_], -rooms[open_] / 2
         gap = (bad - good)[open_]
-        # One end is missing: walk on towards it, twice as far each time, or as far as the slope says.
+        # One end is missing: walk on towards it, twice as far each time, or as far as the slope
+        # says.
         known = torch.where(f.isnan(), g, f)
         walk = torch.where(
-            stride[open_].isnan(), torch.maximum(1.2 * known.abs(), 2 * precision).clamp(max=1.0), 2 * stride[open_]
+            stride[open_].isnan(),
+            torch.maximum(1.2 * known.abs(), 2 * precision).clamp(max=1.0),
+            2 * stride[open_],
         )
         if enough is not None:
             by_slope = ((known - aim).abs() / slopes[open_]).clamp(max=1.0)
             walk = torch.where(known.abs() < 20, torch.minimum(by_slope, 2 * walk), walk)
         walked = y[open_] + torch.where(f.isnan(), walk, -walk)
-        # Else aim a little past the secant's estimate, away from the nearer end, or at what is enough.
+        # Else aim a little past the secant's estimate, away from the nearer end, or at what is
+        # enough.
         share = (aim - f) / (g - f)
         past = torch.copysign((precision / 2 / gap.abs()).clamp(0.01, 0.25), 0.5 - share)
         share = share + torch.where(aim < 0, 0.0, past)
@@ -153,8 +176,12 @@ def crossings(excess, *, start, low, high, precision, enough=None, slopes=None):
 
 
 def _learn(slopes, last, open_, here, value):
-    """How fast the functions fall, from the last two values of each that lie on a smooth stretch."""
+    """How fast the functions fall, from the last two values of each that lie on a smooth
+    stretch.
+    """
     slope = (last[1, open_] - value) / (here - last[0, open_])
-    smooth = (slope > 0.05) & (slope < 50) & (value.abs() < 20) & ((last[1, open_] - value).abs() > 1e-3)
+    smooth = (
+        (slope > 0.05) & (slope < 50) & (value.abs() < 20) & ((last[1, open_] - value).abs() > 1e-3)
+    )
     slopes[open_] = torch.where(smooth, slope, slopes[open_])
     last[:, open_] = torch.stack((here, value))

@@ -1,27 +1,32 @@
-r"""The price of a sweep: the best of randomly many runs (private selection; Papernot and Steinke 2022).
+r"""The price of a sweep: the best of randomly many runs (private selection; Papernot and Steinke
+2022).
 
-Training with k settings and publishing the best model uses the data k times.  Composed, k runs cost k
-times as many steps.  Where the number of runs K is random and nothing but the best run is released, much less
-is spent.  With :math:`\varepsilon(\lambda)` the Rényi divergence of one run,
+Training with k settings and publishing the best model uses the data k times. Composed, k runs cost
+k times as many steps. Where the number of runs K is random and nothing but the best run is
+released, much less is spent. With :math:`\varepsilon(\lambda)` the Rényi divergence of one run,
 
-* geometric K, :math:`P(K = k) = \gamma (1-\gamma)^{k-1}`, mean :math:`1/\gamma` (theorem 2, :math:`\eta = 1`), for
-  every :math:`\hat\lambda > 1`:
+* geometric K, :math:`P(K = k) = \gamma (1-\gamma)^{k-1}`, mean :math:`1/\gamma` (theorem 2,
+  :math:`\eta = 1`), for every :math:`\hat\lambda > 1`:
 
-  .. math:: \varepsilon'(\lambda) = \varepsilon(\lambda) + 2\Big(1 - \frac1{\hat\lambda}\Big) \varepsilon(\hat\lambda)
-      + \frac{2 \ln(1/\gamma)}{\hat\lambda} + \frac{\ln E[K]}{\lambda - 1};
+  .. math:: \varepsilon'(\lambda) = \varepsilon(\lambda) + 2\Big(1 - \frac1{\hat\lambda}\Big)
+      \varepsilon(\hat\lambda) + \frac{2 \ln(1/\gamma)}{\hat\lambda} + \frac{\ln E[K]}{\lambda - 1};
 
-* Poisson K of mean m (theorem 6; with K = 0 nothing is released), with :math:`\hat\delta` the delta of one run at
-  :math:`\hat\varepsilon = \ln(1 + 1/(\lambda - 1))`:
+* Poisson K of mean m (theorem 6; with K = 0 nothing is released), with :math:`\hat\delta` the delta
+  of one run at :math:`\hat\varepsilon = \ln(1 + 1/(\lambda - 1))`:
 
   .. math:: \varepsilon'(\lambda) = \varepsilon(\lambda) + m\,\hat\delta + \frac{\ln m}{\lambda - 1}.
 
-The score by which the best is chosen must come from the run's output, or be covered by its epsilon; a score
-on the training data itself is not free.  Settings are sampled from a fixed distribution, a new one for each run.
+The score by which the best is chosen must come from the run's output, or be covered by its epsilon;
+a score on the training data itself is not free. Settings are sampled from a fixed distribution, a
+new one for each run.
 
 >>> from dpcompanion.accounting import SampledGaussian, compute_epsilon, select_best
 >>> run = SampledGaussian(sample_rate=0.01, noise_multiplier=1.1, steps=1000)
 >>> best = select_best(run, mean=10)
->>> one, ten = (compute_epsilon(sample_rate=0.01, noise_multiplier=1.1, steps=n * 1000, delta=1e-5) for n in (1, 10))
+>>> one, ten = (
+...     compute_epsilon(sample_rate=0.01, noise_multiplier=1.1, steps=n * 1000, delta=1e-5)
+...     for n in (1, 10)
+... )
 >>> f"one run {one:.2f}, the best of about ten {best.epsilon(1e-5):.2f}, ten composed {ten:.2f}"
 'one run 1.52, the best of about ten 2.96, ten composed 5.19'
 """
@@ -45,8 +50,9 @@ _ORDERS = tuple(1 + np.geomspace(1e-3, 0.09, 20)) + DEFAULT_ORDERS
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Selection:
-    """What the best of randomly many runs costs: Rényi divergences `rdp` at `orders`, upper bounds, for the `relation`
-    and `unit` of one run."""
+    """What the best of randomly many runs costs: Rényi divergences `rdp` at `orders`, upper bounds,
+    for the `relation` and `unit` of one run.
+    """
 
     orders: torch.Tensor
     rdp: torch.Tensor
@@ -55,38 +61,52 @@ class Selection:
 
     def epsilon(self, delta: float) -> float:
         """Epsilon at `delta`, an upper bound."""
-        return float(rdp_to_epsilon(self.rdp, self.orders, _checks.number("delta", delta, 0, 1, closed="neither"))[0])
+        return float(
+            rdp_to_epsilon(
+                self.rdp, self.orders, _checks.number("delta", delta, 0, 1, closed="neither")
+            )[0]
+        )
 
     def delta(self, epsilon: float) -> float:
         """Delta at `epsilon`, an upper bound."""
         return float(rdp_to_delta(self.rdp, self.orders, epsilon)[0])
 
     def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
-        """The selection as (epsilon, delta) guarantee at `delta`, for `Ledger.add`; ValueError without one."""
+        """The selection as (epsilon, delta) guarantee at `delta`, for `Ledger.add`; ValueError
+        without one.
+        """
         if delta is None:
-            raise ValueError("delta must be given, at which the selection's guarantee is taken, got None")
-        return LedgerEntry(Guarantee(self.epsilon(delta), delta), relation=self.relation, unit=self.unit)
+            raise ValueError(
+                "delta must be given, at which the selection's guarantee is taken, got None"
+            )
+        return LedgerEntry(
+            Guarantee(self.epsilon(delta), delta), relation=self.relation, unit=self.unit
+        )
 
 
 def select_best(item: Any, *, mean: float, distribution: str = "poisson") -> Selection:
-    """The cost of the best of randomly many runs of `item`, as `Selection`: `.epsilon(delta)`, `.delta(epsilon)`.
+    """The cost of the best of randomly many runs of `item`, as `Selection`: `.epsilon(delta)`,
+    `.delta(epsilon)`.
 
     Args:
-        item: one run: an item of a ledger, a plan, or a `Ledger` of all that one run does; of guarantees only
-            those with delta 0.
+        item: one run: an item of a ledger, a plan, or a `Ledger` of all that one run does; of
+            guarantees only those with delta 0.
         mean: the expected number of runs, above 0; for "geometric" at least 1.
         distribution: of their number: "poisson", the cheaper one, or "geometric".
 
     Raises:
-        ValueError: an argument outside its range, or a guarantee with a delta, of which no divergence is known.
+        ValueError: an argument outside its range, or a guarantee with a delta, of which no
+        divergence is known.
 
     >>> geometric = select_best(Guarantee(0.1, 0.0), mean=100, distribution="geometric")
-    >>> round(geometric.epsilon(1e-9), 3)                         # three times one run's (Liu and Talwar 2019)
+    >>> round(geometric.epsilon(1e-9), 3)  # three times one run's (Liu and Talwar 2019)
     0.3
     """
     _checks.one_of("distribution", distribution, DISTRIBUTIONS)
     geometric = distribution == "geometric"
-    mean = _checks.number("mean", mean, 1 if geometric else 0, math.inf, closed="left" if geometric else "neither")
+    mean = _checks.number(
+        "mean", mean, 1 if geometric else 0, math.inf, closed="left" if geometric else "neither"
+    )
     one = item if isinstance(item, Ledger) else Ledger([item])
     if one.relation != "add-remove":
         raise ValueError(f"item must be a ledger with relation='add-remove', got {one.relation!r}")
@@ -100,14 +120,18 @@ def select_best(item: Any, *, mean: float, distribution: str = "poisson") -> Sel
         return Selection(orders, rdp + beside + math.log(mean) / (orders - 1), one.neighbours, unit)
     at = -torch.log1p(-1 / orders)  # ln(lambda / (lambda - 1))
     deltas = one.delta_at(at)
-    return Selection(orders, rdp + mean * deltas + max(math.log(mean), 0.0) / (orders - 1), one.neighbours, unit)
+    return Selection(
+        orders, rdp + mean * deltas + max(math.log(mean), 0.0) / (orders - 1), one.neighbours, unit
+    )
 
 
 def rdp_of(ledger: Ledger, orders: torch.Tensor) -> torch.Tensor:
     """Rényi divergences of all items of a ledger together, at each order."""
     total = torch.zeros_like(orders)
     for (rate, noise), steps in ledger._runs().items():
-        total += steps * rdp_sampled_gaussian(sample_rate=rate, noise_multiplier=noise, orders=orders)
+        total += steps * rdp_sampled_gaussian(
+            sample_rate=rate, noise_multiplier=noise, orders=orders
+        )
     total += orders * ledger._gaussian_mu() ** 2 / 2
     for item in ledger.items:
         if isinstance(item, Laplace):
@@ -121,11 +145,18 @@ def rdp_of(ledger: Ledger, orders: torch.Tensor) -> torch.Tensor:
 
 def _laplace(scale, a):
     """Mironov 2017, proposition 6."""
-    rest = torch.logaddexp(torch.log(a / (2 * a - 1)) + (a - 1) / scale, torch.log((a - 1) / (2 * a - 1)) - a / scale)
+    rest = torch.logaddexp(
+        torch.log(a / (2 * a - 1)) + (a - 1) / scale, torch.log((a - 1) / (2 * a - 1)) - a / scale
+    )
     return rest / (a - 1)
 
 
 def _randomized_response(epsilon, a):
     """Mironov 2017, proposition 5: no (epsilon, 0)-DP mechanism has larger divergences."""
-    high, low = -math.log1p(math.exp(-epsilon)), -math.log1p(math.exp(epsilon)) if epsilon < 700 else -epsilon
-    return torch.logaddexp(a * high + (1 - a) * low, a * low + (1 - a) * high).clamp(min=0) / (a - 1)
+    high, low = (
+        -math.log1p(math.exp(-epsilon)),
+        -math.log1p(math.exp(epsilon)) if epsilon < 700 else -epsilon,
+    )
+    return torch.logaddexp(a * high + (1 - a) * low, a * low + (1 - a) * high).clamp(min=0) / (
+        a - 1
+    )

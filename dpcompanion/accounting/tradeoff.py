@@ -1,29 +1,31 @@
 r"""What a run of DP-SGD is worth to an attacker: its whole trade-off curve.
 
-An attacker sees what a run released and guesses whether one example was in the data.  Of the guesses "yes", some are
-false (the false positive rate x), and of the data sets with the example some go unnoticed (the false negative rate).
-The trade-off function of Dong et al. 2022 is the least false negative rate that *any* test can have,
+An attacker sees what a run released and guesses whether one example was in the data. Of the guesses
+"yes", some are false (the false positive rate x), and of the data sets with the example some go
+unnoticed (the false negative rate). The trade-off function of Dong et al. 2022 is the least false
+negative rate that *any* test can have,
 
 .. math:: f(x) = \min \{ 1 - P(S) : Q(S) \le x \},
 
-for every pair of neighbours (P, Q) at once.  It says all that epsilon and delta can say: (epsilon, delta)-DP bounds f
-by two lines, and f is the upper envelope of the lines of all epsilons (Dong et al. 2022, proposition 6; Wasserman and
-Zhou 2010),
+for every pair of neighbours (P, Q) at once. It says all that epsilon and delta can say: (epsilon,
+delta)-DP bounds f by two lines, and f is the upper envelope of the lines of all epsilons (Dong et
+al. 2022, proposition 6; Wasserman and Zhou 2010),
 
 .. math::
     f(x) = \sup_{\varepsilon \ge 0} \max\{0,\; 1 - \delta(\varepsilon) - e^{\varepsilon} x,\;
                                           e^{-\varepsilon} (1 - \delta(\varepsilon) - x)\}.
 
-That is how it is computed here.  Losses are composed as in `pld`, in both directions, accurate at a few deltas down to
-the least rate that is asked for, and :math:`\delta(\varepsilon)` is read off at sixteen thousand epsilons, the worse of
-both directions.  Each of these deltas is an upper bound, so each line lies below f, and so does their envelope: the
-attacker is never under-rated, however coarse the grids.  The curve is convex, falls, and is its own inverse, since
-adding and removing count alike.
+That is how it is computed here. Losses are composed as in `pld`, in both directions, accurate at a
+few deltas down to the least rate that is asked for, and :math:`\delta(\varepsilon)` is read off at
+sixteen thousand epsilons, the worse of both directions. Each of these deltas is an upper bound, so
+each line lies below f, and so does their envelope: the attacker is never under-rated, however
+coarse the grids. The curve is convex, falls, and is its own inverse, since adding and removing
+count alike.
 
-What the grids give away: the attacker's best true positive rate comes out too large by less than `TOLERANCE` of it, at
-false-positive rates from 1e-15 on, of composed runs (noise multipliers from 0.01 on). Elsewhere it is a bound, and how
-tight is not promised. The tests measure it against the Gaussian curve, a single sampled step in closed form, and
-optimistic distributions of dp-accounting.
+What the grids give away: the attacker's best true positive rate comes out too large by less than
+`TOLERANCE` of it, at false-positive rates from 1e-15 on, of composed runs (noise multipliers from
+0.01 on). Elsewhere it is a bound, and how tight is not promised. The tests measure it against the
+Gaussian curve, a single sampled step in closed form, and optimistic distributions of dp-accounting.
 
 Time on one core: some 0.2 to 4 s for a run, whatever the number of rates.
 
@@ -57,7 +59,9 @@ _NODES = 1 << 13  # epsilons in even steps, and as many in even ratios
 
 
 @overload
-def trade_off(*, sample_rate: float, noise_multiplier: float, steps: float, false_positive_rate: float) -> float: ...
+def trade_off(
+    *, sample_rate: float, noise_multiplier: float, steps: float, false_positive_rate: float
+) -> float: ...
 
 
 @overload
@@ -71,26 +75,30 @@ def trade_off(
 ) -> float | torch.Tensor:
     r"""The least false negative rate of any attack with these false positive rates, a lower bound.
 
-    Neighbouring relation: add or remove one example. Sampler: Poisson. Accountant: loss distributions.
+    Neighbouring relation: add or remove one example. Sampler: Poisson. Accountant: loss
+    distributions.
 
     Args:
         sample_rate: probability in (0, 1] with which an example enters a step.
         noise_multiplier: standard deviation of the noise over the clip norm, at least 0.
         steps: number of steps, a whole number from 0 to 1e12.
-        false_positive_rate: in [0, 1]. The four are numbers, or tensors or sequences that broadcast; each distinct
-            run is composed once, for all its rates.
+        false_positive_rate: in [0, 1]. The four are numbers, or tensors or sequences that
+            broadcast; each distinct run is composed once, for all its rates.
 
     Returns:
-        A float in [0, 1], or a float64 tensor of the common shape where an argument is no number. 1 minus the rate
+        A float in [0, 1], or a float64 tensor of the common shape where an argument is no number. 1
+        minus the rate
         where there are no steps, 0 where there is no noise.
 
     Raises:
-        ValueError: an argument outside its range, shapes that do not broadcast, or a run of so many steps at so little
-            noise that no grid resolves its loss.
+        ValueError: an argument outside its range, shapes that do not broadcast, or a run of so many
+            steps at so little noise that no grid resolves its loss.
 
     Source: Dong et al. 2022, definition 2.1 and proposition 6.
 
-    >>> trade_off(sample_rate=1.0, noise_multiplier=1.0, steps=1, false_positive_rate=[0.0, 0.05, 1.0])
+    >>> trade_off(
+    ...     sample_rate=1.0, noise_multiplier=1.0, steps=1, false_positive_rate=[0.0, 0.05, 1.0]
+    ... )
     tensor([1.0000, 0.7405, 0.0000], dtype=torch.float64)
     """
     return _each("false_negative_rate", sample_rate, noise_multiplier, steps, false_positive_rate)
@@ -111,16 +119,18 @@ def best_true_positive_rate(
 def best_true_positive_rate(
     *, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, false_positive_rate: Numbers
 ) -> float | torch.Tensor:
-    r"""The largest true positive rate of any attack with these false positive rates, an upper bound: 1 - `trade_off`,
-    but with all its digits where it is small.
+    r"""The largest true positive rate of any attack with these false positive rates, an upper
+    bound: 1 - `trade_off`, but with all its digits where it is small.
 
-    Neighbouring relation: add or remove one example. Sampler: Poisson. Accountant: loss distributions.
+    Neighbouring relation: add or remove one example. Sampler: Poisson. Accountant: loss
+    distributions.
 
     Args:
         sample_rate: probability in (0, 1] with which an example enters a step.
         noise_multiplier: standard deviation of the noise over the clip norm, at least 0.
         steps: number of steps, a whole number from 0 to 1e12.
-        false_positive_rate: in [0, 1]. The four are numbers, or tensors or sequences that broadcast.
+        false_positive_rate: in [0, 1]. The four are numbers, or tensors or sequences that
+        broadcast.
 
     Returns:
         A float in [0, 1], or a float64 tensor of the common shape where an argument is no number.
@@ -128,8 +138,8 @@ def best_true_positive_rate(
     Raises:
         ValueError: as of `trade_off`.
 
-    At one false alarm in a thousand, who was in the reference run of epsilon 0.92 (delta 1e-5) is found at most twice
-    in a thousand times:
+    At one false alarm in a thousand, who was in the reference run of epsilon 0.92 (delta 1e-5) is
+    found at most twice in a thousand times:
 
     >>> reference = dict(sample_rate=512 / 60000, noise_multiplier=3.42529, steps=9375)
     >>> f"{best_true_positive_rate(**reference, false_positive_rate=1e-3):.4f}"
@@ -139,7 +149,9 @@ def best_true_positive_rate(
 
 
 def _each(reading, sample_rate, noise_multiplier, steps, false_positive_rate):
-    """A float where all arguments are numbers; else a tensor of the common shape, one curve for each distinct run."""
+    """A float where all arguments are numbers; else a tensor of the common shape, one curve for
+    each distinct run.
+    """
     values = {
         "sample_rate": sample_rate,
         "noise_multiplier": noise_multiplier,
@@ -148,10 +160,14 @@ def _each(reading, sample_rate, noise_multiplier, steps, false_positive_rate):
     }
     values = {name: _checks.unlabelled(value) for name, value in values.items()}
     _checks.in_interval("false_positive_rate", false_positive_rate, 0, 1)
-    device = next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)
+    device = next(
+        (value.device for value in values.values() if isinstance(value, torch.Tensor)), None
+    )
     columns = []
     for name, value in values.items():
-        columns.append(torch.as_tensor(_checks.in_interval(name, value), dtype=torch.float64, device="cpu"))
+        columns.append(
+            torch.as_tensor(_checks.in_interval(name, value), dtype=torch.float64, device="cpu")
+        )
         if not columns[-1].numel():
             raise ValueError(f"{name} must hold one number at least, got {value!r}")
     try:
@@ -176,14 +192,14 @@ class TradeOffCurve:
         self.epsilons, self.deltas = epsilons, torch.exp(log_deltas)
 
     def false_negative_rate(self, rates):
-        # A line that overflows lies at -inf, and does not count.  1 - x is exact near 1, where 1 - delta would round a
-        # small delta off.
+        # A line that overflows lies at -inf, and does not count. 1 - x is exact near 1, where 1 -
+        # delta would round a small delta off.
         return (
             self._reduce(
                 rates,
-                lambda x, grown, shrinks: torch.maximum(1 - self.deltas - grown, shrinks * (1 - x - self.deltas)).amax(
-                    1
-                ),
+                lambda x, grown, shrinks: torch.maximum(
+                    1 - self.deltas - grown, shrinks * (1 - x - self.deltas)
+                ).amax(1),
             )
             .clamp(0, 1)
             .abs()
@@ -192,21 +208,30 @@ class TradeOffCurve:
     def true_positive_rate(self, rates):
         found = self._reduce(
             rates,
-            lambda x, grown, shrinks: torch.minimum(self.deltas + grown, 1 - shrinks * (1 - x - self.deltas)).amin(1),
+            lambda x, grown, shrinks: torch.minimum(
+                self.deltas + grown, 1 - shrinks * (1 - x - self.deltas)
+            ).amin(1),
         )
         return torch.minimum(torch.maximum(found, rates), torch.ones_like(rates))
 
     def _reduce(self, rates, envelope):
         grows, shrinks = torch.exp(self.epsilons), torch.exp(-self.epsilons)
-        # A rate of 0 times an overflow is 0, and any other one overflows too: a smaller factor would under-rate.
-        return torch.cat([envelope(x, (grows * x).nan_to_num(nan=0.0), shrinks) for x in rates[:, None].split(64)])
+        # A rate of 0 times an overflow is 0, and any other one overflows too: a smaller factor
+        # would under-rate.
+        return torch.cat(
+            [
+                envelope(x, (grows * x).nan_to_num(nan=0.0), shrinks)
+                for x in rates[:, None].split(64)
+            ]
+        )
 
 
 class GaussianTradeOff:
     """G_mu, the curve of N(0, 1) against N(mu, 1), rounded in the attacker's favour.
 
-    SciPy's quantiles and tails err by a few last bits of their arguments; no tail of float64 is further out than 38,
-    and there that is 2e-12 of it. The tails of PyTorch are right to 1e-16 of one only.
+    SciPy's quantiles and tails err by a few last bits of their arguments; no tail of float64 is
+    further out than 38, and there that is 2e-12 of it. The tails of PyTorch are right to 1e-16 of
+    one only.
     """
 
     def __init__(self, mu):
@@ -222,7 +247,9 @@ class GaussianTradeOff:
     @staticmethod
     def _tail(of, rates, undefined):
         with np.errstate(invalid="ignore"):  # no noise at a rate of 0 or 1
-            return torch.from_numpy(np.asarray(of(special.ndtri(rates.numpy())))).nan_to_num(nan=undefined)
+            return torch.from_numpy(np.asarray(of(special.ndtri(rates.numpy())))).nan_to_num(
+                nan=undefined
+            )
 
 
 def _curve(sample_rate, noise_multiplier, steps, rates):
@@ -242,7 +269,8 @@ def _composed_curve(sample_rate, noise_multiplier, steps, least):
     deltas = [delta for delta, before in zip(_DELTAS, (2.0, *_DELTAS)) if before > least]
     run = sample_rate, noise_multiplier, steps
     composed = {
-        direction: [pld.compose_at(*run, direction, delta)[0] for delta in deltas] for direction in pld.DIRECTIONS
+        direction: [pld.compose_at(*run, direction, delta)[0] for delta in deltas]
+        for direction in pld.DIRECTIONS
     }
     if noise_multiplier < _REVEALING:
         for direction, losses in composed.items():
@@ -254,12 +282,14 @@ def _composed_curve(sample_rate, noise_multiplier, steps, least):
             torch.logspace(math.log10(last) - 8, math.log10(last), _NODES, dtype=torch.float64),
         )
     )
-    # Every loss bounds delta everywhere: the best counts in each direction, the worse of the directions.
+    # Every loss bounds delta everywhere: the best counts in each direction, the worse of the
+    # directions.
     removed, added = (
         torch.stack([log_deltas_of(loss, epsilons) for loss in composed[direction]]).amin(0)
         for direction in ("remove", "add")
     )
-    # No loss of adding exceeds a constant. Where noise is so small that all are near it, a composed loss says less.
+    # No loss of adding exceeds a constant. Where noise is so small that all are near it, a composed
+    # loss says less.
     below = epsilons - pld.largest_loss_of_adding(sample_rate, steps)
     added = torch.minimum(added, torch.log(-torch.expm1(below.clamp(max=0))))
     return TradeOffCurve(epsilons, torch.maximum(removed, added))
@@ -289,5 +319,7 @@ def _revealed_curve(sample_rate, noise_multiplier, steps, least):
             torch.logspace(math.log10(most) - 6, math.log10(most), 256, dtype=torch.float64),
         )
     )
-    log_deltas = [math.log(inclusion_bound.delta(**run, epsilon=epsilon)) for epsilon in epsilons.tolist()]
+    log_deltas = [
+        math.log(inclusion_bound.delta(**run, epsilon=epsilon)) for epsilon in epsilons.tolist()
+    ]
     return TradeOffCurve(epsilons, torch.tensor(log_deltas, dtype=torch.float64))

@@ -14,11 +14,11 @@ such a bound is refuted; a bound below a claim proves nothing.
 
 The guess, its threshold included, must be fixed before the trials that are counted.
 
-**LiRA** (Carlini et al. 2022) asks of one example whether a model was trained on it.  Shadow models are trained on
-random halves of the data; what an example scores under those that saw it, and under those that did not,
-is taken as two Gaussians, and the target's score is weighed between them::
+**LiRA** (Carlini et al. 2022) asks of one example whether a model was trained on it. Shadow models
+are trained on random halves of the data; what an example scores under those that saw it, and under
+those that did not, is taken as two Gaussians, and the target's score is weighed between them::
 
-    masks = shadow_masks(64, n, generator=generator)     # who is in which shadow model's data
+    masks = shadow_masks(64, n, generator=generator)  # who is in which shadow model's data
     scores = torch.stack([log_odds(fit(x[mask], y[mask])(x), y) for mask in masks])  # (64, n)
     ratios = lira(target_scores, scores, masks)
     auc(ratios[members], ratios[~members])

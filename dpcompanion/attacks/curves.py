@@ -1,4 +1,6 @@
-"""How well scores tell members from nonmembers: ROC curves, the area below them, and one point of them."""
+"""How well scores tell members from nonmembers: ROC curves, the area below them, and one point of
+them.
+"""
 
 import math
 import typing
@@ -27,8 +29,8 @@ class Rates(typing.NamedTuple):
 
 
 def roc(members: Array, nonmembers: Array) -> Rates:
-    """The ROC curve of a score that is larger for members: `Rates`, (false positive, true positive), from (0, 0) to
-    (1, 1), one point for each threshold.
+    """The ROC curve of a score that is larger for members: `Rates`, (false positive, true
+    positive), from (0, 0) to (1, 1), one point for each threshold.
 
     >>> [rates.tolist() for rates in roc(torch.tensor([2.0, 1.0]), torch.tensor([1.0, 0.0]))]
     [[0.0, 0.0, 0.5, 1.0], [0.0, 0.5, 1.0, 1.0]]
@@ -36,7 +38,8 @@ def roc(members: Array, nonmembers: Array) -> Rates:
     members, nonmembers = both(members, nonmembers)
     thresholds = torch.cat((members, nonmembers)).unique().flip(0)
     rates = [
-        torch.searchsorted(-values.sort(descending=True).values, -thresholds, right=True).double() / len(values)
+        torch.searchsorted(-values.sort(descending=True).values, -thresholds, right=True).double()
+        / len(values)
         for values in (nonmembers.double(), members.double())
     ]
     false, true = (torch.cat((torch.zeros(1, dtype=torch.float64), rate)) for rate in rates)
@@ -44,16 +47,18 @@ def roc(members: Array, nonmembers: Array) -> Rates:
 
 
 def auc(members: Array, nonmembers: Array, *, confidence: float = 0.95) -> Interval:
-    """The area under the ROC curve, the chance that a member scores above a nonmember, with DeLong's interval.
+    """The area under the ROC curve, the chance that a member scores above a nonmember, with
+    DeLong's interval.
 
-    DeLong's variance is too small, down to 0, where scores are few or nearly all of one side lie above the other's.
-    With k scores on the smaller side the true one is at most area (1 - area) / k, that of a share of k trials. So where
-    k times the area, or times the rest of it, is below 10, the interval also holds Clopper and Pearson's for k trials;
-    it is then too wide rather than too narrow. It is about other examples of the same kind under this model, not about
-    other models.
+    DeLong's variance is too small, down to 0, where scores are few or nearly all of one side lie
+    above the other's. With k scores on the smaller side the true one is at most area (1 - area) /
+    k, that of a share of k trials. So where k times the area, or times the rest of it, is below 10,
+    the interval also holds Clopper and Pearson's for k trials; it is then too wide rather than too
+    narrow. It is about other examples of the same kind under this model, not about other models.
 
     Args:
-        members, nonmembers: (k,) and (m,) scores, larger for members, one at least of each and none of them NaN.
+        members, nonmembers: (k,) and (m,) scores, larger for members, one at least of each and none
+        of them NaN.
         confidence: of the two-sided interval, in (0, 1).
 
     Returns `Interval`, (value, low, high).
@@ -78,23 +83,31 @@ def auc(members: Array, nonmembers: Array, *, confidence: float = 0.95) -> Inter
 
     placed, passed = below(members, nonmembers), below(nonmembers, members)
     variance = sum(float(part.var()) / len(part) for part in (placed, passed) if len(part) > 1)
-    value, reach = float(placed.mean()), float(special.ndtri((1 + confidence) / 2)) * math.sqrt(variance)
+    value, reach = (
+        float(placed.mean()),
+        float(special.ndtri((1 + confidence) / 2)) * math.sqrt(variance),
+    )
     low, high = max(0.0, value - reach), min(1.0, value + reach)
     trials = min(len(members), len(nonmembers))
     above, below_it = value * trials, (1 - value) * trials
     if min(above, below_it) < 10:
         tail = (1 - confidence) / 2
         low = min(low, float(special.betaincinv(above, below_it + 1, tail)) if above else 0.0)
-        high = max(high, float(special.betaincinv(above + 1, below_it, 1 - tail)) if below_it else 1.0)
+        high = max(
+            high, float(special.betaincinv(above + 1, below_it, 1 - tail)) if below_it else 1.0
+        )
     return Interval(value, low, high)
 
 
-def tpr_at_fpr(members: Array, nonmembers: Array, *, fpr: float = 0.01, confidence: float = 0.95) -> Interval:
-    """The true positive rate at the lowest threshold that at most the share `fpr` of nonmembers exceeds, with Clopper
-    and Pearson's interval, in which the threshold counts as given.
+def tpr_at_fpr(
+    members: Array, nonmembers: Array, *, fpr: float = 0.01, confidence: float = 0.95
+) -> Interval:
+    """The true positive rate at the lowest threshold that at most the share `fpr` of nonmembers
+    exceeds, with Clopper and Pearson's interval, in which the threshold counts as given.
 
     Args:
-        members, nonmembers: (k,) and (m,) scores, larger for members, one at least of each and none of them NaN.
+        members, nonmembers: (k,) and (m,) scores, larger for members, one at least of each and none
+        of them NaN.
         fpr: the largest false positive rate, in [0, 1).
         confidence: of the two-sided interval, in (0, 1).
 
@@ -128,6 +141,7 @@ def _scores_of(name, values):
         raise ValueError(f"{name} must be numbers, got {values!r:.80}") from None
     if scores.ndim != 1 or not len(scores) or bool(scores.isnan().any()):
         raise ValueError(
-            f"{name} must be a list of one score or more, none of them NaN, got shape {tuple(scores.shape)}"
+            f"{name} must be a list of one score or more, none of them NaN, got shape "
+            f"{tuple(scores.shape)}"
         )
     return scores

@@ -20,10 +20,16 @@ class Bounds(typing.NamedTuple, Generic[_T]):
 
 
 @overload
-def clopper_pearson(successes: float, trials: float, *, confidence: float = ...) -> Bounds[float]: ...
+def clopper_pearson(
+    successes: float, trials: float, *, confidence: float = ...
+) -> Bounds[float]: ...
 @overload
-def clopper_pearson(successes: Numbers, trials: Numbers, *, confidence: float = ...) -> Bounds[torch.Tensor]: ...
-def clopper_pearson(successes: Numbers, trials: Numbers, *, confidence: float = 0.95) -> Bounds[Any]:
+def clopper_pearson(
+    successes: Numbers, trials: Numbers, *, confidence: float = ...
+) -> Bounds[torch.Tensor]: ...
+def clopper_pearson(
+    successes: Numbers, trials: Numbers, *, confidence: float = 0.95
+) -> Bounds[Any]:
     """One-sided bounds on a probability, each missed with probability at most 1 - confidence.
 
     Args:
@@ -34,7 +40,8 @@ def clopper_pearson(successes: Numbers, trials: Numbers, *, confidence: float = 
     Returns `Bounds`, (lower, upper): floats of numbers, else float64 tensors.
 
     Raises:
-        ValueError: no trial, successes beyond the trials, counts that are not whole, or a confidence outside (0, 1).
+        ValueError: no trial, successes beyond the trials, counts that are not whole, or a
+        confidence outside (0, 1).
 
     Source: Clopper and Pearson 1934.
 
@@ -46,9 +53,12 @@ def clopper_pearson(successes: Numbers, trials: Numbers, *, confidence: float = 
     successes, trials = map(_checks.unlabelled, (successes, trials))
     _checks.in_interval("trials", trials, 1)
     successes, trials = (torch.as_tensor(v, dtype=torch.float64) for v in (successes, trials))
-    if bool(((successes < 0) | (successes > trials) | (successes % 1 != 0) | (trials % 1 != 0)).any()):
+    if bool(
+        ((successes < 0) | (successes > trials) | (successes % 1 != 0) | (trials % 1 != 0)).any()
+    ):
         raise ValueError(
-            f"successes must be whole numbers between 0 and the trials, got {successes.tolist()} of {trials.tolist()}"
+            f"successes must be whole numbers between 0 and the trials, got {successes.tolist()} "
+            f"of {trials.tolist()}"
         )
     k, n = torch.broadcast_tensors(successes, trials)
     k, n = k.numpy(), n.numpy()
@@ -89,15 +99,18 @@ def epsilon_lower_bound(
     """The largest epsilon, at least 0, that the counts refute; in both directions.
 
     Args:
-        true_positives, positives: right guesses among the trials of the first data set; numbers or tensors.
+        true_positives, positives: right guesses among the trials of the first data set; numbers or
+        tensors.
         false_positives, negatives: wrong guesses among the trials of the second.
         delta: in [0, 1).
-        confidence: that the true epsilon is not below the result, for each entry by itself. A bound on each of the two
-            rates enters, and they share it equally.
+        confidence: that the true epsilon is not below the result, for each entry by itself. A bound
+            on each of the two rates enters, and they share it equally.
 
     Returns a float of numbers, else a float64 tensor.
 
-    >>> epsilon_lower_bound(true_positives=900, positives=1000, false_positives=10, negatives=1000, delta=1e-5)
+    >>> epsilon_lower_bound(
+    ...     true_positives=900, positives=1000, false_positives=10, negatives=1000, delta=1e-5
+    ... )
     3.8719...
     """
     delta = _checks.number("delta", delta, 0, 1, closed="left")
@@ -109,7 +122,12 @@ def epsilon_lower_bound(
 
 @overload
 def mu_lower_bound(
-    *, true_positives: float, positives: float, false_positives: float, negatives: float, confidence: float = ...
+    *,
+    true_positives: float,
+    positives: float,
+    false_positives: float,
+    negatives: float,
+    confidence: float = ...,
 ) -> float: ...
 @overload
 def mu_lower_bound(
@@ -130,14 +148,15 @@ def mu_lower_bound(
 ) -> float | torch.Tensor:
     """The largest mu, at least 0, such that the counts refute mu-GDP.
 
-    With `dpcompanion.accounting.gaussian_epsilon` it becomes an epsilon at any delta, for mechanisms that are claimed
-    to be Gaussian only.
+    With `dpcompanion.accounting.gaussian_epsilon` it becomes an epsilon at any delta, for
+    mechanisms that are claimed to be Gaussian only.
 
     Args:
-        true_positives, positives: right guesses among the trials of the first data set; numbers or tensors.
+        true_positives, positives: right guesses among the trials of the first data set; numbers or
+        tensors.
         false_positives, negatives: wrong guesses among the trials of the second.
-        confidence: that the true mu is not below the result, for each entry by itself. A bound on each of the two rates
-            enters, and they share it equally.
+        confidence: that the true mu is not below the result, for each entry by itself. A bound on
+            each of the two rates enters, and they share it equally.
 
     Returns a float of numbers, else a float64 tensor.
 
@@ -147,11 +166,15 @@ def mu_lower_bound(
     given = true_positives, positives, false_positives, negatives
     tpr, fpr = _rates(*given, confidence)
     # Swapping the two data sets gives the same number: the trade-off of Gaussians is symmetric.
-    return _checks.as_given((torch.special.ndtri(tpr) - torch.special.ndtri(fpr)).clamp(min=0), *given)
+    return _checks.as_given(
+        (torch.special.ndtri(tpr) - torch.special.ndtri(fpr)).clamp(min=0), *given
+    )
 
 
 def _rates(true_positives, positives, false_positives, negatives, confidence):
-    """The least rate of right guesses and the greatest of wrong ones, which hold together with the confidence."""
+    """The least rate of right guesses and the greatest of wrong ones, which hold together with the
+    confidence.
+    """
     _checks.in_interval("confidence", confidence, 0, 1, closed="neither")
     each = (1 + confidence) / 2
     bounds = (

@@ -1,9 +1,10 @@
-r"""Audits in one run: lower bounds on epsilon from a single training, for all examples and for each group.
+r"""Audits in one run: lower bounds on epsilon from a single training, for all examples and for each
+group.
 
-Among the examples, m are canaries.  A fair coin for each decides whether it takes part.  The training runs once; an
-auditor scores every canary, calls the r/2 with the largest scores in and the r/2 with the smallest out, and says
-nothing of the rest (Steinke, Nasr and Jagielski 2023).  Of a private training few guesses can be right: the more are,
-the larger epsilon must be.
+Among the examples, m are canaries. A fair coin for each decides whether it takes part. The training
+runs once; an auditor scores every canary, calls the r/2 with the largest scores in and the r/2 with
+the smallest out, and says nothing of the rest (Steinke, Nasr and Jagielski 2023). Of a private
+training few guesses can be right: the more are, the larger epsilon must be.
 
 **For any (epsilon, delta)** (their theorem 5.2 and appendix D).  With V right guesses among r,
 
@@ -11,13 +12,14 @@ the larger epsilon must be.
     P(V \ge v) \le \beta + 2 m \delta \max_{1 \le i \le v} \frac{P(v > W \ge v - i)}{i}, \quad
     W \sim \mathrm{Bin}\big(r, 1 / (1 + e^{-\varepsilon})\big), \quad \beta = P(W \ge v).
 
-`one_run_epsilon` is the largest epsilon at which that probability is below 1 - confidence.  It needs no assumption, and
-is far from tight: it allows for mechanisms that give away everything or nothing.
+`one_run_epsilon` is the largest epsilon at which that probability is below 1 - confidence. It needs
+no assumption, and is far from tight: it allows for mechanisms that give away everything or nothing.
 
-**For a whole trade-off curve** (Mahloujifar, Melis and Chaudhuri 2024).  Let every pair of neighbours satisfy
-P(E | in) <= F(P(E | out)) and the reverse, with F increasing and concave.  Fix canary j and the other coins.  For each
-answer of the auditor let E be the outputs that give j this answer and i - 1 right answers to the others, for any i of a
-set T.  Averaged over answers and coins, Jensen's inequality gives
+**For a whole trade-off curve** (Mahloujifar, Melis and Chaudhuri 2024). Let every pair of
+neighbours satisfy P(E | in) <= F(P(E | out)) and the reverse, with F increasing and concave. Fix
+canary j and the other coins. For each answer of the auditor let E be the outputs that give j this
+answer and i - 1 right answers to the others, for any i of a set T. Averaged over answers and coins,
+Jensen's inequality gives
 
 .. math::
     P(j \text{ right}, V \in T) \le F\big(P(j \text{ wrong}, V + 1 \in T)\big),
@@ -31,9 +33,9 @@ If P(V >= v) were as large as 1 - confidence, these inequalities would bound P(V
 ... in turn; where a bound exceeds 1, F is refuted.  F may be that of a Gaussian with shift mu (`one_run_mu`), or
 what a plan claims (`PlanCurve`), at all its pairs of epsilon and delta together.
 
-A bound below a claim proves nothing.  One above it refutes the claim: the account, the code or an assumption is wrong.
-**Which faults it finds** depends on the canaries.  With gradients at right angles and five times the clip norm, as the
-tests have them, `audit_training` finds in one run:
+A bound below a claim proves nothing. One above it refutes the claim: the account, the code or an
+assumption is wrong. **Which faults it finds** depends on the canaries. With gradients at right
+angles and five times the clip norm, as the tests have them, `audit_training` finds in one run:
 
 =====================================  ==================
 fault of the trainer                   found
@@ -62,4 +64,11 @@ from dpcompanion.audit.bounds import (
 )
 from dpcompanion.audit.trained import audit_training, make_canaries
 
-__all__ = ["PlanCurve", "audit", "audit_training", "random_inclusion", "make_canaries", "audit_scores"]
+__all__ = [
+    "PlanCurve",
+    "audit",
+    "audit_training",
+    "random_inclusion",
+    "make_canaries",
+    "audit_scores",
+]

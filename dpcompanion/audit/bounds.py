@@ -27,7 +27,12 @@ def random_inclusion(canaries: int, generator: torch.Generator | None = None) ->
     >>> random_inclusion(4, torch.Generator().manual_seed(0)).dtype
     torch.bool
     """
-    return torch.rand(_checks.whole_number("canaries", canaries, 1), generator=generator, dtype=torch.float64) < 0.5
+    return (
+        torch.rand(
+            _checks.whole_number("canaries", canaries, 1), generator=generator, dtype=torch.float64
+        )
+        < 0.5
+    )
 
 
 def _counts(correct, guesses, canaries):
@@ -36,7 +41,9 @@ def _counts(correct, guesses, canaries):
     return _checks.whole_number("correct", correct, 0, guesses), guesses, canaries
 
 
-def one_run_epsilon(correct: int, guesses: int, canaries: int, *, delta: float, confidence: float = 0.95) -> float:
+def one_run_epsilon(
+    correct: int, guesses: int, canaries: int, *, delta: float, confidence: float = 0.95
+) -> float:
     """The largest epsilon, at least 0, that so many right guesses refute, whatever the mechanism.
 
     Args:
@@ -47,8 +54,8 @@ def one_run_epsilon(correct: int, guesses: int, canaries: int, *, delta: float, 
     Returns a float. Source: Steinke, Nasr and Jagielski 2023, theorem 5.2.
 
     Raises:
-        ValueError: counts that are not whole numbers with 0 <= correct <= guesses <= canaries, no guess, or a delta or
-            confidence outside its range.
+        ValueError: counts that are not whole numbers with 0 <= correct <= guesses <= canaries, no
+            guess, or a delta or confidence outside its range.
 
     >>> round(one_run_epsilon(190, 200, 1000, delta=1e-5), 2)
     2.39
@@ -62,7 +69,9 @@ def one_run_epsilon(correct: int, guesses: int, canaries: int, *, delta: float, 
         if not v:
             return 1.0
         window = np.cumsum(stats.binom.pmf(np.arange(v - 1, -1, -1), r, right))
-        return stats.binom.sf(v - 1, r, right) + 2 * m * delta * (window / np.arange(1, v + 1)).max()
+        return (
+            stats.binom.sf(v - 1, r, right) + 2 * m * delta * (window / np.arange(1, v + 1)).max()
+        )
 
     return _largest_refuted(lambda epsilon: probability(epsilon) < 1 - confidence)
 
@@ -70,7 +79,8 @@ def one_run_epsilon(correct: int, guesses: int, canaries: int, *, delta: float, 
 def one_run_mu(correct: int, guesses: int, canaries: int, *, confidence: float = 0.95) -> float:
     """The largest mu, at least 0, such that so many right guesses refute mu-GDP.
 
-    By `dpcompanion.accounting.gaussian_epsilon` it becomes an epsilon, of mechanisms that are claimed to be Gaussian.
+    By `dpcompanion.accounting.gaussian_epsilon` it becomes an epsilon, of mechanisms that are
+    claimed to be Gaussian.
 
     Args:
         correct, guesses, canaries: v <= r <= m. The number of guesses must not depend on the coins.
@@ -79,13 +89,15 @@ def one_run_mu(correct: int, guesses: int, canaries: int, *, confidence: float =
     Returns a float. Source: Mahloujifar, Melis and Chaudhuri 2024.
 
     Raises:
-        ValueError: counts that are not whole numbers with 0 <= correct <= guesses <= canaries, no guess, or a
-            confidence outside its range.
+        ValueError: counts that are not whole numbers with 0 <= correct <= guesses <= canaries, no
+            guess, or a confidence outside its range.
 
     >>> round(one_run_mu(190, 200, 1000), 2)
     0.91
     """
-    return _largest_refuted(lambda mu: refutes(GaussianCurve(mu), correct, guesses, canaries, confidence=confidence))
+    return _largest_refuted(
+        lambda mu: refutes(GaussianCurve(mu), correct, guesses, canaries, confidence=confidence)
+    )
 
 
 def _largest_refuted(refuted):
@@ -98,7 +110,9 @@ def _largest_refuted(refuted):
             return low
     low, high = torch.tensor([low, high], dtype=torch.float64)
     halvings = math.ceil(math.log2(float(high - low) / _TOLERANCE))
-    return float(bisect(lambda x: torch.tensor(refuted(float(x))), good=low, bad=high, halvings=halvings))
+    return float(
+        bisect(lambda x: torch.tensor(refuted(float(x))), good=low, bad=high, halvings=halvings)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,13 +138,16 @@ class PlanCurve:
 
     Args:
         plan: with noise, and with a step at least; otherwise ValueError.
-        among: indices of the examples that it is claimed of, where rates or clip norms differ; by default all. One
-            curve holds for all of them, that of their largest rate and least noise over clip norm.
+        among: indices of the examples that it is claimed of, where rates or clip norms differ; by
+            default all. One curve holds for all of them, that of their largest rate and least noise
+            over clip norm.
 
     Add or remove one example (or zero-out: the plan says), Poisson sampling.
 
     >>> from dpcompanion.training import DPSGDPlan
-    >>> plan = DPSGDPlan(n=100, sample_rate=1.0, steps=1, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
+    >>> plan = DPSGDPlan(
+    ...     n=100, sample_rate=1.0, steps=1, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5
+    ... )
     >>> 0 < GaussianCurve(1.0).inverse(0.5) - PlanCurve(plan).inverse(0.5) < 1e-3
     True
     """
@@ -149,19 +166,35 @@ class PlanCurve:
         run: dict[str, Any] = dict(sample_rate=rate, noise_multiplier=noise, steps=plan.steps)
         self.epsilons = np.concatenate([np.linspace(0, 3, 31), np.linspace(3.25, 12, 36)])
         if rate == 1:
-            deltas = [gaussian_delta(math.sqrt(plan.steps) / noise, torch.as_tensor(self.epsilons)).numpy()]
+            deltas = [
+                gaussian_delta(
+                    math.sqrt(plan.steps) / noise, torch.as_tensor(self.epsilons)
+                ).numpy()
+            ]
         elif noise < inclusion_bound.LITTLE_NOISE:  # loss distributions would not fit in memory
-            deltas = [[inclusion_bound.delta(**run, epsilon=epsilon) for epsilon in self.epsilons.tolist()]]
+            deltas = [
+                [
+                    inclusion_bound.delta(**run, epsilon=epsilon)
+                    for epsilon in self.epsilons.tolist()
+                ]
+            ]
         else:
             # Where the losses are small, a grid that is fine beside them.
             interval = 1e-3 if rate * math.sqrt(plan.steps) > 0.1 * noise else None
             try:
                 deltas = [
-                    self._deltas(pld.compose(**run, delta=1e-2, direction=direction, interval=interval))
+                    self._deltas(
+                        pld.compose(**run, delta=1e-2, direction=direction, interval=interval)
+                    )
                     for direction in ("remove", "add")
                 ]
             except pld.NoGrid:  # a bound that needs none
-                deltas = [[inclusion_bound.delta(**run, epsilon=epsilon) for epsilon in self.epsilons.tolist()]]
+                deltas = [
+                    [
+                        inclusion_bound.delta(**run, epsilon=epsilon)
+                        for epsilon in self.epsilons.tolist()
+                    ]
+                ]
         self.deltas = np.max(deltas, axis=0)
 
     def _deltas(self, composed):
@@ -174,7 +207,9 @@ class PlanCurve:
         return max(0.0, float(least.max()))
 
 
-def refutes(curve: Any, correct: int, guesses: int, canaries: int, *, confidence: float = 0.95) -> bool:
+def refutes(
+    curve: Any, correct: int, guesses: int, canaries: int, *, confidence: float = 0.95
+) -> bool:
     """Whether so many right guesses refute a trade-off curve, with this confidence.
 
     Args:
@@ -183,8 +218,8 @@ def refutes(curve: Any, correct: int, guesses: int, canaries: int, *, confidence
         confidence: that a curve which holds is not refuted, in (0, 1).
 
     Raises:
-        ValueError: counts that are not whole numbers with 0 <= correct <= guesses <= canaries, no guess, or a
-            confidence outside its range.
+        ValueError: counts that are not whole numbers with 0 <= correct <= guesses <= canaries, no
+            guess, or a confidence outside its range.
 
     >>> refutes(GaussianCurve(1.0), 199, 200, 1000), refutes(GaussianCurve(2.0), 199, 200, 1000)
     (True, False)
@@ -235,16 +270,17 @@ def audit_scores(
 ) -> dict[Any, Finding]:
     """Lower bounds on epsilon from scores of canaries, for all and for each group.
 
-    An auditor guesses about the half with the most extreme scores, and about a fifth. The better counts.
-    All bounds of the result hold together with the confidence.
+    An auditor guesses about the half with the most extreme scores, and about a fifth. The better
+    counts. All bounds of the result hold together with the confidence.
 
     Args:
-        scores: (m,) numbers, larger for canaries that seem to have taken part; made without the coins. Or (k, m): those
-            of k attacks, of which the best counts. Equal ones come in an order that does not depend on their places.
+        scores: (m,) numbers, larger for canaries that seem to have taken part; made without the
+            coins. Or (k, m): those of k attacks, of which the best counts. Equal ones come in an
+            order that does not depend on their places.
         included: (m,) booleans, the coins.
         delta: of every epsilon.
-        groups: (m,) labels, such as budgets or deciles, not "all" nor NaN. Canaries of other groups count as
-            given.
+        groups: (m,) labels, such as budgets or deciles, not "all" nor NaN. Canaries of other groups
+            count as given.
         claims: {label: curve}, "all" for every canary; such as `PlanCurve`.
         confidence: in (0, 1).
 
@@ -252,12 +288,14 @@ def audit_scores(
         The `Finding` of each label, "all" first, then the groups in order.
 
     Raises:
-        ValueError: scores that are no numbers, coins that are no booleans, labels that are none, a claim of a label
-            that there is not, or one that is no curve.
+        ValueError: scores that are no numbers, coins that are no booleans, labels that are none, a
+            claim of a label that there is not, or one that is no curve.
 
     >>> included = random_inclusion(1000, torch.Generator().manual_seed(0))
     >>> noise = torch.randn(1000, generator=torch.Generator().manual_seed(1))
-    >>> found = audit_scores(included + 0.5 * noise, included, delta=1e-5)["all"]     # a Gaussian with mu = 2
+    >>> found = audit_scores(included + 0.5 * noise, included, delta=1e-5)[
+    ...     "all"
+    ... ]  # a Gaussian with mu = 2
     >>> found.guesses, found.correct, round(found.epsilon, 2), round(found.mu, 2)
     (200, 197, 3.08, 1.11)
     """
@@ -280,17 +318,27 @@ def audit_scores(
         labels = groups.tolist() if isinstance(groups, torch.Tensor) else list(groups)
         _checks.same_length(included=included, groups=labels)
         if bad := [label for label in labels if label != label or label == "all"]:
-            raise ValueError(f"groups must not hold NaN, nor 'all', which stands for all, got {bad[0]!r}")
+            raise ValueError(
+                f"groups must not hold NaN, nor 'all', which stands for all, got {bad[0]!r}"
+            )
         try:
             distinct = sorted(set(labels))
         except TypeError as error:
-            raise ValueError(f"groups must be labels of one kind, numbers or texts, but: {error}") from None
-        members |= {label: torch.tensor([i for i, own in enumerate(labels) if own == label]) for label in distinct}
+            raise ValueError(
+                f"groups must be labels of one kind, numbers or texts, but: {error}"
+            ) from None
+        members |= {
+            label: torch.tensor([i for i, own in enumerate(labels) if own == label])
+            for label in distinct
+        }
     claims = claims or {}
     for label, claim in claims.items():
         _checks.one_of("claims", label, members)
         if not callable(getattr(claim, "inverse", None)):
-            raise ValueError(f"claims must be curves such as PlanCurve or GaussianCurve, got {claim!r} for {label!r}")
+            raise ValueError(
+                f"claims must be curves such as PlanCurve or GaussianCurve, got {claim!r} for "
+                f"{label!r}"
+            )
     tried = len(members) * len(_SHARES) * len(scores)
     each = 1 - (1 - _checks.number("confidence", confidence, 0, 1, closed="neither")) / tried
     found = {}
@@ -303,7 +351,10 @@ def audit_scores(
             half = max(1, math.floor(share * len(own) / 2))
             correct = int((~included[order[:half]]).sum() + included[order[-half:]].sum())
             tries.append((correct, 2 * half) if len(own) > 1 else (int(included[own].sum()), 1))
-        bounds = [(one_run_epsilon(*pair, len(own), delta=delta, confidence=each), *pair) for pair in tries]
+        bounds = [
+            (one_run_epsilon(*pair, len(own), delta=delta, confidence=each), *pair)
+            for pair in tries
+        ]
         epsilon, correct, guesses = max(bounds, key=lambda bound: bound[0])
         mu = max(one_run_mu(*pair, len(own), confidence=each) for pair in tries)
         claim = claims.get(label)
@@ -314,7 +365,9 @@ def audit_scores(
             epsilon,
             mu,
             _gaussian_epsilon(mu, delta),
-            None if claim is None else any(refutes(claim, *pair, len(own), confidence=each) for pair in tries),
+            None
+            if claim is None
+            else any(refutes(claim, *pair, len(own), confidence=each) for pair in tries),
         )
     return found
 
@@ -336,8 +389,9 @@ def audit(
     """Audit any training function in one run.
 
     Args:
-        fit: (included (m,) booleans) -> (m,) scores: trains once, with these canaries and all else, and says of each
-            how much it seems to have taken part (such as minus its loss). It must use the coins for the training alone.
+        fit: (included (m,) booleans) -> (m,) scores: trains once, with these canaries and all else,
+            and says of each how much it seems to have taken part (such as minus its loss). It must
+            use the coins for the training alone.
         canaries: how many, m.
         delta: of every epsilon.
         groups: (m,) labels, such as budgets or deciles. Canaries of other groups count as given.
@@ -349,11 +403,11 @@ def audit(
         The `Finding` of each label, "all" first, then the groups in order.
 
     Raises:
-        ValueError: no canary, a delta or confidence outside its range, or what `audit_scores` refuses of the scores,
-            groups and claims.
+        ValueError: no canary, a delta or confidence outside its range, or what `audit_scores`
+            refuses of the scores, groups and claims.
 
     >>> noise = torch.Generator().manual_seed(0)
-    >>> def answers(included):                          # randomised response at epsilon 2
+    >>> def answers(included):  # randomised response at epsilon 2
     ...     truthful = torch.rand(len(included), generator=noise) < 1 / (1 + math.exp(-2))
     ...     return torch.where(truthful, included, ~included).double()
     >>> found = audit(answers, 2000, delta=0, generator=torch.Generator().manual_seed(1))
@@ -361,4 +415,6 @@ def audit(
     True
     """
     included = random_inclusion(canaries, generator)
-    return audit_scores(fit(included), included, delta=delta, groups=groups, claims=claims, confidence=confidence)
+    return audit_scores(
+        fit(included), included, delta=delta, groups=groups, claims=claims, confidence=confidence
+    )

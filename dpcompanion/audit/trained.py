@@ -1,4 +1,6 @@
-"""The audit of a training by `dpcompanion.training.train`: coins decide who takes part, its sums give them away."""
+"""The audit of a training by `dpcompanion.training.train`: coins decide who takes part, its sums
+give them away.
+"""
 
 import math
 from collections.abc import Sequence
@@ -28,44 +30,59 @@ def audit_training(
     generator: torch.Generator | None = None,
     **arguments: Any,
 ) -> dict[Any, Finding]:
-    """Audit `dpcompanion.training.train` on a model, data and plan, by the sums that it gives out, in one run.
+    """Audit `dpcompanion.training.train` on a model, data and plan, by the sums that it gives out,
+    in one run.
 
-    A canary that is out has a clip norm of zero in every step, which is what the relation zero-out means.  The auditor
-    knows all but coins, draws and noise.  At every step it works out the mean of the sum that comes, and adds to each
-    canary's score the product of the canary's clipped gradient with what came beyond that mean.  In a second attack
-    it solves for all coins together, by ridge regression on the same, which takes the canaries out of each other's way.
+    A canary that is out has a clip norm of zero in every step, which is what the relation zero-out
+    means. The auditor knows all but coins, draws and noise. At every step it works out the mean of
+    the sum that comes, and adds to each canary's score the product of the canary's clipped gradient
+    with what came beyond that mean. In a second attack it solves for all coins together, by ridge
+    regression on the same, which takes the canaries out of each other's way.
 
     Args:
-        model: a module that treats examples one by one; it is trained, with about half of the canaries.
+        model: a module that treats examples one by one; it is trained, with about half of the
+        canaries.
         loss: (outputs, targets) -> (n,), such as `cross_entropy`.
         data: (x, y), tensors of plan.n examples each; no data set with items, which `train` takes.
         plan: a `DPSGDPlan`, whose claim is tested.
-        optimizer: any torch.optim optimizer of all the model's trainable parameters that needs no closure.
-        canaries: indices of the examples that are; by default 1,000 at random, or all. Examples in the data themselves,
-            or rows that were put there for the audit (`make_canaries`).
+        optimizer: any torch.optim optimizer of all the model's trainable parameters that needs no
+        closure.
+        canaries: indices of the examples that are; by default 1,000 at random, or all. Examples in
+            the data themselves, or rows that were put there for the audit (`make_canaries`).
         groups: (n,) labels of the examples, such as budgets or deciles of individual epsilon.
         together: make the second attack.
         confidence: that all bounds hold, in (0, 1).
         generator: a torch.Generator for coins and canaries.
-        arguments: what else `train` takes by name: seed, device, method, precision, microbatch_size,
-            callbacks, checkpoint, generator_device, progress.
+        arguments: what else `train` takes by name: seed, device, method, precision,
+            microbatch_size, callbacks, checkpoint, generator_device, progress.
 
     Returns:
-        {label: `Finding`}, with whether the plan's claim is refuted; memory: a gradient for each canary, and for
-        the second attack the products of all pairs, for which a step takes canaries^2 x parameters multiplications.
+        {label: `Finding`}, with whether the plan's claim is refuted; memory: a gradient for each
+        canary, and for
+        the second attack the products of all pairs, for which a step takes canaries^2 x parameters
+        multiplications.
 
     Raises:
-        ValueError: canaries that are not different indices of examples, data that are no two tensors, groups of another
-            length or with a label that is none, a plan without noise or without a step, a confidence outside (0, 1), or
-            what `train` refuses.
+        ValueError: canaries that are not different indices of examples, data that are no two
+            tensors, groups of another length or with a label that is none, a plan without noise or
+            without a step, a confidence outside (0, 1), or what `train` refuses.
 
     Examples whose gradients are five times the clip norm, each in a weight of its own:
 
-    >>> plan = DPSGDPlan(n=200, sample_rate=1.0, steps=5, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-5)
+    >>> plan = DPSGDPlan(
+    ...     n=200, sample_rate=1.0, steps=5, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-5
+    ... )
     >>> model = torch.nn.Linear(200, 1, bias=False)
-    >>> found = audit_training(model, lambda outputs, _: -5 * outputs[:, 0], (torch.eye(200), torch.zeros(200)), plan,
-    ...                        optimizer=torch.optim.SGD(model.parameters(), lr=0.1), together=False, seed=0,
-    ...                        generator=torch.Generator().manual_seed(0))["all"]
+    >>> found = audit_training(
+    ...     model,
+    ...     lambda outputs, _: -5 * outputs[:, 0],
+    ...     (torch.eye(200), torch.zeros(200)),
+    ...     plan,
+    ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     together=False,
+    ...     seed=0,
+    ...     generator=torch.Generator().manual_seed(0),
+    ... )["all"]
     >>> 0 < found.epsilon < plan.epsilon(), found.refuted
     (True, False)
     """
@@ -79,12 +96,20 @@ def audit_training(
         or len(canaries.unique()) < len(canaries)
         or not 0 <= int(canaries.min()) <= int(canaries.max()) < n
     ):
-        raise ValueError(f"canaries must be different indices below plan.n = {n}, got {canaries.tolist()!r:.80}")
+        raise ValueError(
+            f"canaries must be different indices below plan.n = {n}, got {canaries.tolist()!r:.80}"
+        )
     if not isinstance(data, (tuple, list)):
-        raise ValueError(f"data must be two tensors (x, y), so that an audit sees them, got {type(data).__name__}")
+        raise ValueError(
+            "data must be two tensors (x, y), so that an audit sees them, got "
+            f"{type(data).__name__}"
+        )
     if groups is not None:
         _checks.same_length(data=data[0], groups=groups)
-        groups = [groups[i].item() if isinstance(groups, torch.Tensor) else groups[i] for i in canaries.tolist()]
+        groups = [
+            groups[i].item() if isinstance(groups, torch.Tensor) else groups[i]
+            for i in canaries.tolist()
+        ]
     claims = {"all": PlanCurve(plan)}
     if groups is not None:
         for label in set(groups):
@@ -93,11 +118,25 @@ def audit_training(
 
     def fit(included):
         observer = _Observer(canaries, included, together)
-        train(model, loss, data, plan, optimizer=optimizer, trackers=[observer], **{"progress": False, **arguments})
+        train(
+            model,
+            loss,
+            data,
+            plan,
+            optimizer=optimizer,
+            trackers=[observer],
+            **{"progress": False, **arguments},
+        )
         return observer.attacks()
 
     return audit(
-        fit, len(canaries), delta=plan.delta, groups=groups, claims=claims, confidence=confidence, generator=generator
+        fit,
+        len(canaries),
+        delta=plan.delta,
+        groups=groups,
+        claims=claims,
+        confidence=confidence,
+        generator=generator,
     )
 
 
@@ -107,7 +146,9 @@ class _Observer:
     def __init__(self, canaries, included, together=True):
         self.canaries, self.included = canaries, included
         self.scores = torch.zeros(len(canaries), dtype=torch.float64)
-        self.products = torch.zeros(len(canaries), len(canaries), dtype=torch.float64) if together else None
+        self.products = (
+            torch.zeros(len(canaries), len(canaries), dtype=torch.float64) if together else None
+        )
 
     def check_run(self, plan, model, loss, data):
         self.plan, self.model, self.loss = plan, model, loss
@@ -117,7 +158,9 @@ class _Observer:
         self.rates = torch.as_tensor(plan.sample_rate, dtype=torch.float64).expand(plan.n)
         self.others = torch.ones(plan.n, dtype=torch.bool)
         self.others[self.canaries] = False
-        self.method = clipping.resolve_method(model, loss, self.x, self.y) if self.others.any() else "func"
+        self.method = (
+            clipping.resolve_method(model, loss, self.x, self.y) if self.others.any() else "func"
+        )
 
     def before_step(self):
         with torch.random.fork_rng(devices=[]):
@@ -129,7 +172,9 @@ class _Observer:
         finite = norms.isfinite()
         rows[~finite] = 0
         limits = self.plan.clip_norms(self.canaries)
-        self.rows = rows * torch.where(finite & (norms > 0), limits / norms, 0).clamp(max=1)[:, None]
+        self.rows = (
+            rows * torch.where(finite & (norms > 0), limits / norms, 0).clamp(max=1)[:, None]
+        )
         mean = 0.5 * self.rates[self.canaries] @ self.rows
         for rate in self.rates[self.others].unique():
             some = (self.others & (self.rates == rate)).nonzero().squeeze(1)
@@ -146,7 +191,11 @@ class _Observer:
         return self.limits
 
     def after_step(self, indices, norms, clipped=None):
-        sent = torch.cat([p.grad.flatten() for p in self.model.parameters() if p.requires_grad]).double().cpu()
+        sent = (
+            torch.cat([p.grad.flatten() for p in self.model.parameters() if p.requires_grad])
+            .double()
+            .cpu()
+        )
         expected = self.rates[self.canaries][:, None] * self.rows
         self.scores += expected @ (sent * self.plan.expected_batch_size - self.mean)
         if self.products is not None:
@@ -155,8 +204,9 @@ class _Observer:
     def attacks(self):
         """Scores (1 or 2, m): each canary by itself, and all together.
 
-        A coin minus 1/2 has variance 1/4, so the best ridge is 4 times the variance of the noise; a tenth of that takes
-        interference out more thoroughly, which tells more where there is less noise than there should be.
+        A coin minus 1/2 has variance 1/4, so the best ridge is 4 times the variance of the noise; a
+        tenth of that takes interference out more thoroughly, which tells more where there is less
+        noise than there should be.
         """
         if self.products is None:
             return self.scores[None]
@@ -168,7 +218,11 @@ class _Observer:
         return {"scores": self.scores, "products": self.products, "included": self.included}
 
     def load_state_dict(self, state):
-        self.scores, self.products, self.included = state["scores"], state["products"], state["included"]
+        self.scores, self.products, self.included = (
+            state["scores"],
+            state["products"],
+            state["included"],
+        )
 
 
 class Canaries(NamedTuple):
@@ -179,12 +233,19 @@ class Canaries(NamedTuple):
 
 
 def make_canaries(
-    x: torch.Tensor, y: torch.Tensor, count: int, *, size: float = 10.0, generator: torch.Generator | None = None
+    x: torch.Tensor,
+    y: torch.Tensor,
+    count: int,
+    *,
+    size: float = 10.0,
+    generator: torch.Generator | None = None,
 ) -> Canaries:
-    """`count` canaries for classification data: inputs that point at random, long, with random labels of those in y.
+    """`count` canaries for classification data: inputs that point at random, long, with random
+    labels of those in y.
 
-    Their gradients are large and nearly at right angles to all others, which is what shows best. Of inputs that are
-    whole numbers, such as the tokens of a text, they are numbers at random of those in x.
+    Their gradients are large and nearly at right angles to all others, which is what shows best. Of
+    inputs that are whole numbers, such as the tokens of a text, they are numbers at random of those
+    in x.
 
     Args:
         x, y: inputs (n, ...) of a floating type or whole numbers, labels (n,).
@@ -207,10 +268,13 @@ def make_canaries(
             seen[torch.randint(len(seen), (count, *x.shape[1:]), generator=generator)],
             distinct[torch.randint(len(distinct), (count,), generator=generator)],
         )
-    directions = torch.randn(count, *x.shape[1:], generator=generator, dtype=torch.float64).flatten(1)
+    directions = torch.randn(count, *x.shape[1:], generator=generator, dtype=torch.float64).flatten(
+        1
+    )
     length = size * x.double().flatten(1).norm(dim=1).mean()
     rows = directions / directions.norm(dim=1, keepdim=True) * length
     labels = y.unique()
     return Canaries(
-        rows.view(count, *x.shape[1:]).to(x.dtype), labels[torch.randint(len(labels), (count,), generator=generator)]
+        rows.view(count, *x.shape[1:]).to(x.dtype),
+        labels[torch.randint(len(labels), (count,), generator=generator)],
     )

@@ -1,7 +1,20 @@
-"""What is publicly known of each set: classes, columns, moments, where its files come from, and their checksums."""
+"""What is publicly known of each set: classes, columns, moments, where its files come from, and
+their checksums.
+"""
 
 DIGITS = tuple("0123456789")
-CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CIFAR10_CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
 UTKFACE_RACES = ("White", "Black", "Asian", "Indian", "Other")
 COVERTYPE_CLASSES = (
     "Spruce/Fir",
@@ -33,7 +46,8 @@ LANGUAGES = (
     "Vietnamese",
 )
 
-# Per-channel (mean, sd) that other work printed long ago and everyone uses: public, not estimated here.
+# Per-channel (mean, sd) that other work printed long ago and everyone uses: public, not estimated
+# here.
 PUBLIC_MOMENTS = {
     "mnist": ((0.1307,), (0.3081,)),
     "mnist-5k": ((0.1307,), (0.3081,)),
@@ -42,7 +56,8 @@ PUBLIC_MOMENTS = {
     "utkface": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # ImageNet's
 }
 
-# The documented columns of UCI Adult; a categorical one lists its documented values, "?" (missing) first.
+# The documented columns of UCI Adult; a categorical one lists its documented values, "?" (missing)
+# first.
 ADULT_COLUMNS = {
     "age": None,
     "workclass": "? Federal-gov Local-gov Never-worked Private Self-emp-inc Self-emp-not-inc State-gov Without-pay",
@@ -53,7 +68,8 @@ ADULT_COLUMNS = {
     "marital-status": "Divorced Married-AF-spouse Married-civ-spouse Married-spouse-absent Never-married Separated"
     " Widowed",
     "occupation": "? Adm-clerical Armed-Forces Craft-repair Exec-managerial Farming-fishing Handlers-cleaners"
-    " Machine-op-inspct Other-service Priv-house-serv Prof-specialty Protective-serv Sales Tech-support"
+    " Machine-op-inspct Other-service Priv-house-serv Prof-specialty Protective-serv Sales "
+    "Tech-support"
     " Transport-moving",
     "relationship": "Husband Not-in-family Other-relative Own-child Unmarried Wife",
     "race": "Amer-Indian-Eskimo Asian-Pac-Islander Black Other White",
@@ -67,7 +83,9 @@ ADULT_COLUMNS = {
     " Portugal Puerto-Rico Scotland South Taiwan Thailand Trinadad&Tobago United-States Vietnam"
     " Yugoslavia",
 }
-ADULT_COLUMNS = {column: values and tuple(values.split()) for column, values in ADULT_COLUMNS.items()}
+ADULT_COLUMNS = {
+    column: values and tuple(values.split()) for column, values in ADULT_COLUMNS.items()
+}
 
 COVERTYPE_COLUMNS = (
     "Elevation",
@@ -93,7 +111,8 @@ HOW_TO_GET = {
     "adult": "put adult.data and adult.test of https://archive.ics.uci.edu/dataset/2/adult into adult/",
     "covertype": "put covtype.data.gz of https://archive.ics.uci.edu/dataset/31/covertype into covtype/",
     "utkface": "put utkface.npz there, with arrays x (n, height, width, 3) uint8, age, gender (0 male, 1 female) and"
-    " race (0 White, 1 Black, 2 Asian, 3 Indian, 4 Other), made from https://susanqq.github.io/UTKFace",
+    " race (0 White, 1 Black, 2 Asian, 3 Indian, 4 Other), made from "
+    "https://susanqq.github.io/UTKFace",
     "surnames": "put names.tsv there: a header `name<TAB>language`, then one line for each name of data/names/*.txt in"
     " https://github.com/spro/practical-pytorch",
     "imdb": "put imdb.tsv there: lines `split<TAB>label<TAB>number<TAB>stars<TAB>text` made from"
@@ -113,8 +132,9 @@ SHA256 = {
     "names.tsv": "562b6a0f4efc85a05739c0823073606c2568003b092e20b6d1af7fd85ea8a5e0",
     "imdb.tsv": "0fba993c56d2a02efae420422dd9ad85048f626d018bc68b469e8cc4053ff3d4",
 }
-# sha256 of array bytes in npz files.  MNIST's are those of the originals; CIFAR-10's belong to a copy that was put
-# together again, 104 of whose 60000 images (`train_lossy`, `test_lossy`) are JPEG re-encodings.
+# sha256 of array bytes in npz files. MNIST's are those of the originals; CIFAR-10's belong to a
+# copy that was put together again, 104 of whose 60000 images (`train_lossy`, `test_lossy`) are JPEG
+# re-encodings.
 ARRAY_SHA256 = {
     "mnist": {
         "train_x": "741c988805d008ac6e4c904b69001ba184c24b2c540a4ef403f4c71b676cf757",
@@ -149,6 +169,9 @@ MD5 = {
 }
 _UCI = "https://archive.ics.uci.edu/ml/machine-learning-databases/"
 URLS = {
-    "adult": {"adult/adult.data": _UCI + "adult/adult.data", "adult/adult.test": _UCI + "adult/adult.test"},
+    "adult": {
+        "adult/adult.data": _UCI + "adult/adult.data",
+        "adult/adult.test": _UCI + "adult/adult.test",
+    },
     "covertype": {"covtype/covtype.data.gz": _UCI + "covtype/covtype.data.gz"},
 }

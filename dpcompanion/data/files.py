@@ -1,4 +1,6 @@
-"""Files from outside: found, checked by checksum, parsed without pickle; and how they are downloaded."""
+"""Files from outside: found, checked by checksum, parsed without pickle; and how they are
+downloaded.
+"""
 
 import codecs
 import contextlib
@@ -26,16 +28,19 @@ _Found = TypeVar("_Found")
 def import_torchvision() -> Any:
     """torchvision, also beside a build of torch for which its compiled operators do not load.
 
-    A torchvision wheel made for CUDA fails on a CPU build of torch at `import torchvision`, because it describes
-    an operator (`nms`) that its library never registered.  Declaring the two names first is enough for its data sets,
-    transforms and models; `torchvision.ops.nms` itself stays unusable.
+    A torchvision wheel made for CUDA fails on a CPU build of torch at `import torchvision`, because
+    it describes an operator (`nms`) that its library never registered. Declaring the two names
+    first is enough for its data sets, transforms and models; `torchvision.ops.nms` itself stays
+    unusable.
     """
     try:
         import torchvision
     except RuntimeError as error:
         if "operator torchvision::nms does not exist" not in str(error):
             raise
-        for module in [m for m in sys.modules if m == "torchvision" or m.startswith("torchvision.")]:
+        for module in [
+            m for m in sys.modules if m == "torchvision" or m.startswith("torchvision.")
+        ]:
             del sys.modules[module]
         library = torch.library.Library("torchvision", "DEF")
         for operator in ("nms", "qnms"):
@@ -52,8 +57,8 @@ _KEPT_ALIVE = []
 class Part:
     """One split as its reader returns it.
 
-    Labels and attributes are numpy arrays with one entry for each example; features are uint8 images (n, height, width,
-    channels), float tables (n, columns), or a list of strings.
+    Labels and attributes are numpy arrays with one entry for each example; features are uint8
+    images (n, height, width, channels), float tables (n, columns), or a list of strings.
     """
 
     features: object
@@ -63,7 +68,9 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Raw:
-    """A data set as its reader returns it: {split: `Part`}, where it came from, and whether a checksum was compared."""
+    """A data set as its reader returns it: {split: `Part`}, where it came from, and whether a
+    checksum was compared.
+    """
 
     parts: dict
     source: str
@@ -75,30 +82,49 @@ class Raw:
 
 def take(part, index):
     """The examples of a part at some indices."""
-    features = [part.features[i] for i in index] if isinstance(part.features, list) else part.features[index]
-    return Part(features, part.labels[index], {key: values[index] for key, values in part.attributes.items()})
+    features = (
+        [part.features[i] for i in index]
+        if isinstance(part.features, list)
+        else part.features[index]
+    )
+    return Part(
+        features,
+        part.labels[index],
+        {key: values[index] for key, values in part.attributes.items()},
+    )
 
 
 def select_split(raw, split):
-    """The part "train", "test" or "all" of a data set; of one without splits, a stratified fifth is the test part."""
+    """The part "train", "test" or "all" of a data set; of one without splits, a stratified fifth is
+    the test part.
+    """
     if split in raw.parts:
         return raw.parts[split]
     if split == "all":
         parts = list(raw.parts.values())
-        join = (lambda lists: sum(lists, [])) if isinstance(parts[0].features, list) else np.concatenate
+        join = (
+            (lambda lists: sum(lists, []))
+            if isinstance(parts[0].features, list)
+            else np.concatenate
+        )
         return Part(
             join([p.features for p in parts]),
             np.concatenate([p.labels for p in parts]),
-            {key: np.concatenate([p.attributes[key] for p in parts]) for key in parts[0].attributes},
+            {
+                key: np.concatenate([p.attributes[key] for p in parts])
+                for key in parts[0].attributes
+            },
         )
     whole = raw.parts["all"]
     return take(whole, _stratified(whole.labels)[split])
 
 
 def _stratified(labels):
-    """Indices of a train and a test part: a fifth of each class is for the test, and both are in a shuffled order.
+    """Indices of a train and a test part: a fifth of each class is for the test, and both are in a
+    shuffled order.
 
-    numpy promises that a RandomState's stream never changes, which it does not for its newer generators.
+    numpy promises that a RandomState's stream never changes, which it does not for its newer
+    generators.
     """
     order = np.random.RandomState(0).permutation(len(labels))
     rank, size = np.empty(len(labels), dtype=np.int64), np.empty(len(labels), dtype=np.int64)
@@ -127,7 +153,9 @@ def damaged_file(path, why):
 
 
 def first_file(folder, *candidates):
-    """The first of the candidate paths that exists in the folder, also compressed; None where none does."""
+    """The first of the candidate paths that exists in the folder, also compressed; None where none
+    does.
+    """
     for candidate in candidates:
         for suffix in ("", ".gz", ".xz"):
             if (path := folder / (candidate + suffix)).is_file():
@@ -136,7 +164,9 @@ def first_file(folder, *candidates):
 
 
 def existing(found: _Found | None) -> _Found:
-    """What was looked for: a data set is read once all its files are found, and goes missing after that alone."""
+    """What was looked for: a data set is read once all its files are found, and goes missing after
+    that alone.
+    """
     if found is None:
         raise FileNotFoundError("a file of the data set went missing while it was read")
     return found
@@ -162,7 +192,9 @@ def any_of(*finders):
 
 
 def content_of(path, verify, name=None):
-    """The decompressed bytes of a file, checked against the checksum known for its name, or for the `name` given."""
+    """The decompressed bytes of a file, checked against the checksum known for its name, or for the
+    `name` given.
+    """
     openers = {".gz": gzip.open, ".xz": lzma.open}
     try:
         with openers.get(path.suffix, open)(path, "rb") as file:
@@ -195,7 +227,9 @@ def arrays_of(path):
 def checked_images(path, values):
     """Images as (n, height, width, channels) uint8, from arrays with or without a channel axis."""
     if values.dtype != np.uint8 or values.ndim not in (3, 4):
-        raise damaged_file(path, f"images must be uint8 with 3 or 4 axes, got {values.dtype} {values.shape}")
+        raise damaged_file(
+            path, f"images must be uint8 with 3 or 4 axes, got {values.dtype} {values.shape}"
+        )
     return values[..., None] if values.ndim == 3 else values
 
 
@@ -204,13 +238,17 @@ def checked_labels(path, values, examples):
     values = np.asarray(values).reshape(-1)
     if values.dtype.kind not in "iu" or len(values) != examples:
         raise damaged_file(
-            path, f"{examples} examples need as many whole-number labels, got {values.dtype} {values.shape}"
+            path,
+            f"{examples} examples need as many whole-number labels, got {values.dtype} "
+            f"{values.shape}",
         )
     return values.astype(np.int64)
 
 
 def idx_array(path, verify):
-    """An IDX file: two zero bytes, a type (8: uint8), the number of axes, each as a big-endian int32, then data."""
+    """An IDX file: two zero bytes, a type (8: uint8), the number of axes, each as a big-endian
+    int32, then data.
+    """
     content = content_of(path, verify)
     axes = content[3] if len(content) > 3 and content[:3] == b"\0\0\x08" else 0
     shape = np.frombuffer(content, ">i4", axes, 4) if axes and len(content) >= 4 + 4 * axes else ()
@@ -244,7 +282,9 @@ def lines_of(path, verify, name):
 
 
 def download_files(name, folder):
-    """Try to fetch a data set from its publisher; returns what to add to the message if that did not help."""
+    """Try to fetch a data set from its publisher; returns what to add to the message if that did
+    not help.
+    """
     try:
         if name in ("mnist", "cifar10", "svhn"):
             # torchvision announces what it does on stdout, which belongs to the caller.
@@ -254,7 +294,9 @@ def download_files(name, folder):
                     for split in ("train", "test"):
                         datasets.SVHN(folder, split=split, download=True)
                 else:
-                    {"mnist": datasets.MNIST, "cifar10": datasets.CIFAR10}[name](folder, download=True)
+                    {"mnist": datasets.MNIST, "cifar10": datasets.CIFAR10}[name](
+                        folder, download=True
+                    )
         elif name in URLS:
             for file, url in URLS[name].items():
                 _fetch(url, folder / file)

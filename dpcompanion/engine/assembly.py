@@ -1,7 +1,7 @@
 """Module, optimizer and loader of a private run, put together.
 
-The module gets Opacus's hooks, the loader its draws, the optimizer clip norms and noise.  The accountant follows the
-optimizer, and a proof with the first batches comes before any step.
+The module gets Opacus's hooks, the loader its draws, the optimizer clip norms and noise. The
+accountant follows the optimizer, and a proof with the first batches comes before any step.
 """
 
 import functools
@@ -21,10 +21,13 @@ from dpcompanion.training import distributed
 
 
 def _rearranged(rearrange, *, module, **options):
-    """As Opacus does, which takes what a layer noted of a batch from an empty list after a pass in evaluation mode."""
+    """As Opacus does, which takes what a layer noted of a batch from an empty list after a pass in
+    evaluation mode.
+    """
     if not getattr(module, "activations", None):
         raise ValueError(
-            f"module must be in training mode in the forward pass of each backward pass, but {type(module).__name__} "
+            "module must be in training mode in the forward pass of each backward pass, but "
+            f"{type(module).__name__} "
             "was in evaluation mode, or went back twice: call module.train() first"
         )
     return rearrange(module=module, **options)
@@ -49,7 +52,9 @@ def _prepared(engine, module, settings, grad_sample_mode, max_grad_norm):
     module.forbid_grad_accumulation()
     mend(module, int(not settings.batch_first))
     if hasattr(module, "rearrange_grad_samples"):
-        module.rearrange_grad_samples = functools.partial(_rearranged, module.rearrange_grad_samples)
+        module.rearrange_grad_samples = functools.partial(
+            _rearranged, module.rearrange_grad_samples
+        )
     return module
 
 
@@ -75,7 +80,9 @@ def assemble(
     rates, ghost = engine.sample_rates.clone(), grad_sample_mode == "ghost"
     loss_reduction = settings.loss_reduction
     draws = Draws(len(rates), rates, sampling, units.steps_per_epoch, distributed.current().share)
-    choice = None if units.ownership is None else RowChoice(units.ownership, draws, engine.accountant)
+    choice = (
+        None if units.ownership is None else RowChoice(units.ownership, draws, engine.accountant)
+    )
     noted = IndexRecorder(data_loader.dataset, data_loader, choice)
     engine.dataset, original = data_loader.dataset, module
     module = _prepared(engine, module, settings, grad_sample_mode, max_grad_norm)
@@ -117,11 +124,15 @@ def assemble(
     )
     check_packed(original)
     ForEachExample(
-        original, original, lambda: proof.rows if proof is not None and proof.busy else len(noted.handed_out or [])
+        original,
+        original,
+        lambda: proof.rows if proof is not None and proof.busy else len(noted.handed_out or []),
     )
     engine.accountant.budgets, engine.accountant.origin = budgets, origin
     engine.accountant.trusts_loss = settings.trust_loss
-    optimizer.follow(draws, noted, engine.accountant, proof, module, watch, StateLeakGuard(original))
+    optimizer.follow(
+        draws, noted, engine.accountant, proof, module, watch, StateLeakGuard(original)
+    )
     optimizer.choice = choice
     optimizer.shares = None if shares is None else [shares[p] for p in optimizer.params]
     loader = private_loader(data_loader, noted, draws, settings.batch_first)

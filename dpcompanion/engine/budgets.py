@@ -1,4 +1,6 @@
-"""What each step clips to and what it costs: parameters that were fixed beforehand, or a filter that is asked."""
+"""What each step clips to and what it costs: parameters that were fixed beforehand, or a filter
+that is asked.
+"""
 
 import dataclasses
 
@@ -25,7 +27,9 @@ class FixedBudgets:
 
     def __init__(self, *, rates, norms, noises, budgets, target_delta, planned, by, unit="example"):
         # Its own tensors: what is shown elsewhere may be written to.
-        self._rates, self._norms, self._noises, self._budgets = (t.clone() for t in (rates, norms, noises, budgets))
+        self._rates, self._norms, self._noises, self._budgets = (
+            t.clone() for t in (rates, norms, noises, budgets)
+        )
         self._target_delta, self.planned, self._by, self.n = target_delta, planned, by, len(budgets)
         self._unit = unit
 
@@ -38,22 +42,36 @@ class FixedBudgets:
 
     def epsilons(self, steps, delta):
         """(n,) float64, upper bounds after so many steps."""
-        pairs, which = torch.unique(torch.stack([self._rates, self._noises], dim=1), dim=0, return_inverse=True)
+        pairs, which = torch.unique(
+            torch.stack([self._rates, self._noises], dim=1), dim=0, return_inverse=True
+        )
         if self._by == "rdp" and len(pairs) > self._DIFFERENT:
             epsilons = rdp_epsilons(pairs[:, 0], pairs[:, 1], steps=steps, delta=delta)
         else:
             if len(pairs) > self._DIFFERENT:
-                # Along rising budgets rates do not fall and noise does not rise, so the next node has no less epsilon.
+                # Along rising budgets rates do not fall and noise does not rise, so the next node
+                # has no less epsilon.
                 order = torch.argsort(self._budgets)
-                ends = torch.linspace(0, len(order) - 1, self._DIFFERENT + 1, dtype=torch.float64).ceil().long()[1:]
+                ends = (
+                    torch.linspace(0, len(order) - 1, self._DIFFERENT + 1, dtype=torch.float64)
+                    .ceil()
+                    .long()[1:]
+                )
                 node = torch.searchsorted(ends, torch.arange(len(order)))
-                top = torch.stack([self._rates[order].cummax(0).values, self._noises[order].cummin(0).values], dim=1)
+                top = torch.stack(
+                    [self._rates[order].cummax(0).values, self._noises[order].cummin(0).values],
+                    dim=1,
+                )
                 pairs, which = top[ends], torch.empty_like(order)
                 which[order] = node
             epsilons = torch.tensor(
                 [
                     accounting.compute_epsilon(
-                        sample_rate=rate, noise_multiplier=noise, steps=steps, delta=delta, accountant=self._by
+                        sample_rate=rate,
+                        noise_multiplier=noise,
+                        steps=steps,
+                        delta=delta,
+                        accountant=self._by,
                     )
                     for rate, noise in pairs.tolist()
                 ],
@@ -79,12 +97,20 @@ class FixedBudgets:
         )
 
     def statement(self, steps):
-        """What the epsilons after so many steps are about; before the first, those of all that are planned."""
+        """What the epsilons after so many steps are about; before the first, those of all that are
+        planned.
+        """
         return self.plan(steps).statement(steps=steps or None)
 
     def promise(self, steps):
-        """The epsilons that `statement` is about, in words: no larger than the budgets, by calibration."""
-        found = self._budgets if steps in (0, self.planned) else self.epsilons(steps, self._target_delta)
+        """The epsilons that `statement` is about, in words: no larger than the budgets, by
+        calibration.
+        """
+        found = (
+            self._budgets
+            if steps in (0, self.planned)
+            else self.epsilons(steps, self._target_delta)
+        )
         return f"Epsilon at most {rounded_up(found)}."
 
     def ledger_entry(self, steps, delta):
@@ -114,10 +140,11 @@ def _one_if_alike(values):
 
 
 class FilteredBudgets:
-    """A filter that charges every example for each step, at the norm of their gradient as it was last measured.
+    """A filter that charges every example for each step, at the norm of their gradient as it was
+    last measured.
 
-    The norms of a step are charged when its first gradients are clipped.  They hold until a step is released: a draw
-    that is left half way is charged once.
+    The norms of a step are charged when its first gradients are clipped. They hold until a step is
+    released: a draw that is left half way is charged once.
 
     Args:
         filter: an `ExactFilter` or `RenyiFilter`.
@@ -144,7 +171,8 @@ class FilteredBudgets:
         norms = torch.as_tensor(norms)
         if norms.shape != (self._filter.n,):
             raise ValueError(
-                f"norms must give shape ({self._filter.n},), one for each example, got {tuple(norms.shape)}"
+                f"norms must give shape ({self._filter.n},), one for each example, got "
+                f"{tuple(norms.shape)}"
             )
         return raised(norms, self._filter.max_grad_norm, self._filter.device)
 
@@ -168,14 +196,22 @@ class FilteredBudgets:
         return f"{whom}; each {self._unit} is charged for its own gradient norms."
 
     def promise(self, steps):
-        """What the filter promises whatever is spent, in words: at the delta that it was made for, if there is one."""
+        """What the filter promises whatever is spent, in words: at the delta that it was made for,
+        if there is one.
+        """
         delta = self._filter.target_delta
         at_each = "an epsilon at each delta, which get_epsilons(delta) gives"
-        promised = at_each if delta is None else f"epsilon {rounded_up(self.epsilons(steps, delta))} at delta {delta:g}"
+        promised = (
+            at_each
+            if delta is None
+            else f"epsilon {rounded_up(self.epsilons(steps, delta))} at delta {delta:g}"
+        )
         return f"By its filter ({type(self._filter).__name__}) it promised beforehand {promised}."
 
     def ledger_entry(self, steps, delta):
-        return dataclasses.replace(self._filter.ledger_entry(delta), relation="zero-out", unit=self._unit)
+        return dataclasses.replace(
+            self._filter.ledger_entry(delta), relation="zero-out", unit=self._unit
+        )
 
     def parameters(self):
         return {"every": self._every, "planned": self.planned}
@@ -195,7 +231,9 @@ class FilteredBudgets:
             if value is not None:
                 value = torch.as_tensor(value, dtype=torch.float64).to(device)
                 if value.shape != (self.n,):
-                    raise ValueError(f"{name} must have shape ({self.n},), got {tuple(value.shape)}")
+                    raise ValueError(
+                        f"{name} must have shape ({self.n},), got {tuple(value.shape)}"
+                    )
                 _checks.in_interval(name, value, 0, self._filter.max_grad_norm)
             found[name] = value
         self._filter.load_state_dict(state["filter"])

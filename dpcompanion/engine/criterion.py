@@ -1,4 +1,5 @@
-"""A criterion of the user's, which is called without reduction, and whether it gives each example a loss of its own.
+"""A criterion of the user's, which is called without reduction, and whether it gives each example a
+loss of its own.
 
 >>> Unreduced(torch.nn.CrossEntropyLoss())(torch.zeros(4, 3), torch.tensor([0, 1, 2, 0])).shape
 torch.Size([4])
@@ -21,13 +22,15 @@ from dpcompanion.gradients.independence import check_loss, refuse_loss
 class Unreduced:
     """A criterion that gives one number an example, (n,), whatever its own reduction.
 
-    Of several numbers of one example it takes the mean, or the sum where its own reduction is "sum"; what it ignores
-    (`ignore_index`) does not count.
+    Of several numbers of one example it takes the mean, or the sum where its own reduction is
+    "sum"; what it ignores (`ignore_index`) does not count.
     """
 
     def __init__(self, criterion):
         if not callable(criterion):
-            raise ValueError(f"criterion must be a module or function of outputs and targets, got {criterion!r}")
+            raise ValueError(
+                f"criterion must be a module or function of outputs and targets, got {criterion!r}"
+            )
         self.criterion, self.reduction = criterion, "none"
         self._attribute = isinstance(getattr(criterion, "reduction", None), str)
         self._keyword = not self._attribute and _takes_reduction(criterion)
@@ -54,7 +57,8 @@ class Unreduced:
             losses = own(*args, **kwargs, **({"reduction": "none"} if self._keyword else {}))
         if not torch.is_tensor(losses) or not losses.ndim:
             raise ValueError(
-                "criterion must give one number an example when it is called without reduction, (n,), got "
+                "criterion must give one number an example when it is called without reduction, "
+                "(n,), got "
                 f"{'one for the whole batch' if torch.is_tensor(losses) else type(losses).__name__}: give it a "
                 "`reduction`, as torch.nn's losses have, or return the losses unreduced"
             )
@@ -76,9 +80,15 @@ def _takes_reduction(criterion):
 
 
 def _fixed(criterion, args, kwargs, n):
-    """{what to call it: a copy} of the floating-point tensors that a criterion holds, or is given, for all examples."""
+    """{what to call it: a copy} of the floating-point tensors that a criterion holds, or is given,
+    for all examples.
+    """
     own = getattr(criterion, "func", criterion)
-    held = {f"its {name!r}": value for name, value in getattr(own, "__dict__", {}).items() if name != "_buffers"}
+    held = {
+        f"its {name!r}": value
+        for name, value in getattr(own, "__dict__", {}).items()
+        if name != "_buffers"
+    }
     if isinstance(own, torch.nn.Module):
         held |= {f"its {name!r}": value for name, value in own.named_buffers()}
     held |= {f"its {name!r}": value for name, value in getattr(criterion, "keywords", {}).items()}
@@ -94,14 +104,18 @@ def _fixed(criterion, args, kwargs, n):
         if torch.is_tensor(t) and len(t.shape[:1]) and len(t) != n:
             found["an argument", i] = t
     return {
-        what if isinstance(what, str) else what[0] + ("" if not what[1] else f" ({what[1]})"): t.detach().clone()
+        what
+        if isinstance(what, str)
+        else what[0] + ("" if not what[1] else f" ({what[1]})"): t.detach().clone()
         for what, t in found.items()
         if t.is_floating_point() and not t.requires_grad
     }
 
 
 class LossCompany:
-    """Whether an example's loss is its own: the same alone, in a part of the batch, and in another order."""
+    """Whether an example's loss is its own: the same alone, in a part of the batch, and in another
+    order.
+    """
 
     def __init__(self):
         self.calls = 0
@@ -121,9 +135,14 @@ class LossCompany:
                 refuse_loss(name="criterion")
 
     def note(self, criterion, args, kwargs, n):
-        """Warn, once, where a number that is of no example, as a weight of each class, has changed since the last call:
-        the loop may have made it of the batch, and then an example moves the weight of the others."""
-        before, self._fixed = self._fixed, None if self._fixed is None else _fixed(criterion, args, kwargs, n)
+        """Warn, once, where a number that is of no example, as a weight of each class, has changed
+        since the last call: the loop may have made it of the batch, and then an example moves the
+        weight of the others.
+        """
+        before, self._fixed = (
+            self._fixed,
+            None if self._fixed is None else _fixed(criterion, args, kwargs, n),
+        )
         for what, value in (self._fixed or {}).items():
             old = before.get(what, value)
             if (
@@ -134,8 +153,10 @@ class LossCompany:
             ):
                 self._fixed = None
                 warnings.warn(
-                    f"criterion must weigh every batch alike, but {what} has changed since the step before: if it is "
-                    "made of the batch, as weights of the classes in it, one example moves what others contribute and "
+                    f"criterion must weigh every batch alike, but {what} has changed since the "
+                    "step before: if it is "
+                    "made of the batch, as weights of the classes in it, one example moves what "
+                    "others contribute and "
                     "no epsilon holds",
                     RuntimeWarning,
                     stacklevel=5,
@@ -144,10 +165,16 @@ class LossCompany:
 
 
 class PerExampleCriterion:
-    """A criterion of the user's, called without reduction; the mean (or sum) is made here, of one loss an example."""
+    """A criterion of the user's, called without reduction; the mean (or sum) is made here, of one
+    loss an example.
+    """
 
     def __init__(self, criterion, watch, loss_reduction):
-        self.criterion, self._watch, self.loss_reduction = Unreduced(criterion), watch, loss_reduction
+        self.criterion, self._watch, self.loss_reduction = (
+            Unreduced(criterion),
+            watch,
+            loss_reduction,
+        )
         self._company = LossCompany()
 
     def __call__(self, *args, **kwargs):
@@ -163,10 +190,14 @@ class PerExampleCriterion:
         except torch.cuda.OutOfMemoryError:
             raise
         except (RuntimeError, IndexError, TypeError) as error:
-            raise ValueError(f"criterion must take the module's outputs and the targets, but: {error}") from error
+            raise ValueError(
+                f"criterion must take the module's outputs and the targets, but: {error}"
+            ) from error
 
     def note(self, args, kwargs, losses):
-        """What the backward pass must bring, and (the first times, and now and then) whose loss is whose."""
+        """What the backward pass must bring, and (the first times, and now and then) whose loss is
+        whose.
+        """
         note_call(self._watch, self.criterion, args, kwargs, losses, self.loss_reduction)
         self._company.check(self.criterion, args, kwargs, losses)
 
@@ -182,7 +213,10 @@ def note_call(watch, unreduced, args, kwargs, losses, loss_reduction):
         places = {}
         for number, t in enumerate(tree_flatten((args, kwargs))[0]):
             if torch.is_tensor(t) and t.requires_grad:
-                source = next((j for j, o in enumerate(one.outputs) if _within(t, o.tensor, len(losses))), None)
+                source = next(
+                    (j for j, o in enumerate(one.outputs) if _within(t, o.tensor, len(losses))),
+                    None,
+                )
                 if source is None:
                     places = None
                     break
@@ -192,17 +226,24 @@ def note_call(watch, unreduced, args, kwargs, losses, loss_reduction):
     batch = watch._noted.handed_out
     if not places or one is None:
         raise ValueError(
-            "criterion must be called with the module's outputs as they are, or views of them with the same examples "
-            "along the first axis: what the loop computes from them first belongs into the criterion"
+            "criterion must be called with the module's outputs as they are, or views of them with "
+            "the same examples "
+            "along the first axis: what the loop computes from them first belongs into the "
+            "criterion"
         )
     if batch is not None and len(losses) != len(batch):
         raise ValueError(
-            f"a batch must be what the loader handed out last, {len(batch)} examples, but the criterion gives "
+            f"a batch must be what the loader handed out last, {len(batch)} examples, but the "
+            "criterion gives "
             f"{len(losses)} losses: call it with the examples along the first axis"
         )
     leaves, spec = tree_flatten((args, kwargs))
     kept = [t.detach() if torch.is_tensor(t) else t for t in leaves]
-    views = {number: (t.size(), t.stride(), t.storage_offset()) for number, t in enumerate(leaves) if number in places}
+    views = {
+        number: (t.size(), t.stride(), t.storage_offset())
+        for number, t in enumerate(leaves)
+        if number in places
+    }
     offsets = [o.tensor.storage_offset() for o in one.outputs]
 
     def again(outputs):
@@ -221,8 +262,13 @@ def note_call(watch, unreduced, args, kwargs, losses, loss_reduction):
 
 def _within(t, output, n):
     """Whether a tensor is an output, or a view of it in which the examples are the same."""
-    if t.layout is not torch.strided or t.untyped_storage().data_ptr() != output.untyped_storage().data_ptr():
+    if (
+        t.layout is not torch.strided
+        or t.untyped_storage().data_ptr() != output.untyped_storage().data_ptr()
+    ):
         return False
     if t.ndim and output.ndim and n > 1:
-        return len(t) == n and any(s == n and t.stride(0) == output.stride(a) for a, s in enumerate(output.shape))
+        return len(t) == n and any(
+            s == n and t.stride(0) == output.stride(a) for a, s in enumerate(output.shape)
+        )
     return True

@@ -1,4 +1,5 @@
-"""Checkpoints of the engine in the files of `dpcompanion.training.checkpoints`: whole, and as they were written.
+"""Checkpoints of the engine in the files of `dpcompanion.training.checkpoints`: whole, and as they
+were written.
 
 Opacus hands over paths and open files alike.
 """
@@ -27,7 +28,10 @@ def read_sealed(place):
     if isinstance(place, (str, os.PathLike)):
         found = read_checkpoint(place, ("identity", "content"))
         if found["identity"] != _IDENTITY:
-            raise ValueError(f"path must be that of an engine's checkpoint, but {os.fspath(place)!r} is another's")
+            raise ValueError(
+                f"path must be that of an engine's checkpoint, but {os.fspath(place)!r} is "
+                "another's"
+            )
         return found["content"]
     with tempfile.TemporaryDirectory() as folder:
         (part := pathlib.Path(folder, "open file")).write_bytes(place.read())

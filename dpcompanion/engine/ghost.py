@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
-from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, DPTensorFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import (
+    DPLossFastGradientClipping,
+    DPTensorFastGradientClipping,
+)
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 
@@ -20,12 +23,15 @@ from dpcompanion.gradients.tensors import rounded_up, tolerances
 
 
 def _check_autocast(layer, args):
-    """Of a layer in training nothing is cast: its gradients are added up in the type in which it multiplies."""
+    """Of a layer in training nothing is cast: its gradients are added up in the type in which it
+    multiplies.
+    """
     device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), "cpu")
     watched = layer is None or (layer.training and torch.is_grad_enabled())
     if watched and autocasts(device):
         raise ValueError(
-            "in ghost mode torch.autocast must be left, in the module and in the loop: gradients would be added up in "
+            "in ghost mode torch.autocast must be left, in the module and in the loop: gradients "
+            "would be added up in "
             "its type, and rounded so one example could move them by more than the clip norm; use "
             "grad_sample_mode='hooks'"
         )
@@ -34,26 +40,42 @@ def _check_autocast(layer, args):
 def _check_once(hooks, name, layer, args):
     """A layer whose norms are found without its gradients is called once between two steps."""
     if hooks.hooks_enabled and layer.training and torch.is_grad_enabled():
-        if any(getattr(p, "_forward_counter", 0) for p in layer.parameters(recurse=False) if p.requires_grad):
+        if any(
+            getattr(p, "_forward_counter", 0)
+            for p in layer.parameters(recurse=False)
+            if p.requires_grad
+        ):
             raise UnsupportedModuleError(
-                f"module must use each layer once in ghost mode, and each pass must go back before the next, but "
+                "module must use each layer once in ghost mode, and each pass must go back before "
+                "the next, but "
                 f"{name or 'it'!r} is called a second time; use grad_sample_mode='hooks'"
             )
 
 
 def _norms(layer, activations, backprops):
-    """Norms of the gradients of a linear layer or an embedding, {parameter: (n,)}, as `dpcompanion.gradients.layers`
-    has them: Opacus's own, in float32, lose what cancels over the positions of an example."""
+    """Norms of the gradients of a linear layer or an embedding, {parameter: (n,)}, as
+    `dpcompanion.gradients.layers` has them: Opacus's own, in float32, lose what cancels over the
+    positions of an example.
+    """
     if not len(backprops):
-        return {p: backprops.new_zeros(0) for p in layer.parameters(recurse=False) if p.requires_grad}
+        return {
+            p: backprops.new_zeros(0) for p in layer.parameters(recurse=False) if p.requires_grad
+        }
     uses = [(activations[0], backprops)]
     if isinstance(layer, nn.Embedding):
-        squares = {layer.weight: GhostEmbedding(layer, uses).squared_norms} if layer.weight.requires_grad else {}
+        squares = (
+            {layer.weight: GhostEmbedding(layer, uses).squared_norms}
+            if layer.weight.requires_grad
+            else {}
+        )
     else:
         ghost = Ghost(layer, [(activations[0].to(backprops.dtype), backprops)])
         squares = {layer.weight: ghost.weight_squares, layer.bias: ghost.bias_squares}
         squares = {p: found for p, found in squares.items() if p is not None and p.requires_grad}
-    return {p: rounded_up(torch.as_tensor(found()).sqrt(), backprops.dtype) for p, found in squares.items()}
+    return {
+        p: rounded_up(torch.as_tensor(found()).sqrt(), backprops.dtype)
+        for p, found in squares.items()
+    }
 
 
 class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
@@ -100,7 +122,8 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
         """Norms of this backward pass: none is left from an earlier one."""
         if not all(hasattr(p, "_norm_sample") for p in module.trainable_parameters):
             raise ValueError(
-                "in ghost mode every trainable layer must take part in every batch, in training mode; use hooks"
+                "in ghost mode every trainable layer must take part in every batch, in training "
+                "mode; use hooks"
             )
         norms = module.get_norm_sample()
         for p in module.trainable_parameters:
@@ -120,7 +143,11 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
         with self._proof._plain():
             for row in sorted({round(i * (len(losses) - 1) / 7) for i in range(8)}):
                 gradients = torch.autograd.grad(
-                    losses[row], self.params, retain_graph=True, allow_unused=True, materialize_grads=True
+                    losses[row],
+                    self.params,
+                    retain_graph=True,
+                    allow_unused=True,
+                    materialize_grads=True,
                 )
                 norm = float(norms_of(gradients).norm())
                 if 1e-15 < norm < math.inf:
@@ -138,13 +165,16 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
     def accumulate(self):
         if self._gradients is None or self._clipped is not self._noted.handed_out:
             raise ValueError(
-                "in ghost mode the criterion clips: take the loss of every batch by the criterion that "
+                "in ghost mode the criterion clips: take the loss of every batch by the criterion "
+                "that "
                 "make_private_with_budgets returned"
             )
         if any(a is not b or i != j for (a, i), (b, j) in zip(self._gradients, self._seen())):
             raise ValueError(
-                "in ghost mode gradients must stay as the criterion's backward pass left them, but they "
-                "were changed before the step: call zero_grad before the forward pass, have no other "
+                "in ghost mode gradients must stay as the criterion's backward pass left them, but "
+                "they "
+                "were changed before the step: call zero_grad before the forward pass, have no "
+                "other "
                 "loss, and do not clip or scale them"
             )
         super().accumulate()
@@ -173,7 +203,16 @@ def _keeping(name):
     return kept
 
 
-for _name in ("__truediv__", "__mul__", "__rmul__", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__"):
+for _name in (
+    "__truediv__",
+    "__mul__",
+    "__rmul__",
+    "__add__",
+    "__radd__",
+    "__sub__",
+    "__rsub__",
+    "__neg__",
+):
     setattr(GhostLosses, _name, _keeping(_name))
 
 
@@ -190,10 +229,17 @@ class GhostCriterion(DPLossFastGradientClipping):
         except torch.cuda.OutOfMemoryError:
             raise
         except (RuntimeError, IndexError, TypeError) as error:
-            raise ValueError(f"criterion must take the module's outputs and the targets, but: {error}") from error
+            raise ValueError(
+                f"criterion must take the module's outputs and the targets, but: {error}"
+            ) from error
         found.__class__ = GhostLosses
         losses, watch = found.loss_per_sample, self.optimizer._watch
-        if watch is not None and losses.ndim == 1 and losses.requires_grad and "shape" not in kwargs:
+        if (
+            watch is not None
+            and losses.ndim == 1
+            and losses.requires_grad
+            and "shape" not in kwargs
+        ):
             note_call(watch, self.criterion, args, kwargs, losses, self.loss_reduction)
             self._company.check(self.criterion, args, kwargs, losses)
         return found

@@ -1,18 +1,21 @@
-"""What Opacus gets wrong in layers: embeddings and their bags, positions, images by channel, empty and packed batches.
+"""What Opacus gets wrong in layers: embeddings and their bags, positions, images by channel, empty
+and packed batches.
 
 * Opacus gives the row of `padding_idx` a gradient, which autograd does not.
-* It divides no row by how often an example has it (`scale_grad_by_freq`), and takes no embedding bag without offsets
-  or with a padding index, and no layer of two inputs (`Bilinear`).
-* Of an empty batch of words it makes the gradient of one example, where there is none; by functorch, and in the mode
-  "ew", it takes no empty batch. Nor do many models (attention reshapes with -1): what they put out is then made of one
-  example of zeros, and nobody has a gradient.
-* It reads images as if rows lay behind one another in memory: of a convolution whose inputs have their channels side by
-  side (`torch.channels_last`) it finds another gradient.
-* A model that looks its positions up once for the whole batch, `positions(torch.arange(T))` of shape (T, d) or
-  (1, T, d), adds them to each example by broadcasting. Then the layer gets one sum of all examples' gradients, and
-  nobody's own. So such a layer is asked for the positions of each example: the sum that follows is the same.
-* Rows of a packed sequence are in the order of falling length. Where that is not the order of the batch, Opacus gives
-  an example the gradient of another, so it is refused in whichever batch it comes.
+* It divides no row by how often an example has it (`scale_grad_by_freq`), and takes no embedding
+  bag without offsets or with a padding index, and no layer of two inputs (`Bilinear`).
+* Of an empty batch of words it makes the gradient of one example, where there is none; by
+  functorch, and in the mode "ew", it takes no empty batch. Nor do many models (attention reshapes
+  with -1): what they put out is then made of one example of zeros, and nobody has a gradient.
+* It reads images as if rows lay behind one another in memory: of a convolution whose inputs have
+  their channels side by side (`torch.channels_last`) it finds another gradient.
+* A model that looks its positions up once for the whole batch, `positions(torch.arange(T))` of
+  shape (T, d) or (1, T, d), adds them to each example by broadcasting. Then the layer gets one sum
+  of all examples' gradients, and nobody's own. So such a layer is asked for the positions of each
+  example: the sum that follows is the same.
+* Rows of a packed sequence are in the order of falling length. Where that is not the order of the
+  batch, Opacus gives an example the gradient of another, so it is refused in whichever batch it
+  comes.
 """
 
 import functools
@@ -29,7 +32,9 @@ from dpcompanion.engine.outputs import map_tensors
 
 
 def embedding_grad_sample(layer, activations, backprops):
-    """Each example's gradient of an embedding, {weight: (n, rows, d)}; activations: ids (n, ...)."""
+    """Each example's gradient of an embedding, {weight: (n, rows, d)}; activations: ids (n,
+    ...).
+    """
     if not layer.weight.requires_grad:
         return {}
     ids, n, (rows, width) = activations[0].long(), len(activations[0]), layer.weight.shape
@@ -47,11 +52,15 @@ def embedding_grad_sample(layer, activations, backprops):
 
 def _counts(ids, rows):
     """How often each row is in each example's ids (n, k, 1): (n, rows, 1)."""
-    return torch.zeros(len(ids), rows, 1, device=ids.device).scatter_add_(1, ids, torch.ones(ids.shape).to(ids.device))
+    return torch.zeros(len(ids), rows, 1, device=ids.device).scatter_add_(
+        1, ids, torch.ones(ids.shape).to(ids.device)
+    )
 
 
 def bag_grad_sample(layer, activations, backprops):
-    """Each example's gradient of an embedding bag, {weight: (n, rows, d)}; activations: ids (n, k), or with offsets."""
+    """Each example's gradient of an embedding bag, {weight: (n, rows, d)}; activations: ids (n, k),
+    or with offsets.
+    """
     if not layer.weight.requires_grad:
         return {}
     n, (rows, width) = len(backprops), layer.weight.shape
@@ -59,7 +68,12 @@ def bag_grad_sample(layer, activations, backprops):
     if len(activations) == 1:
         owners = torch.arange(n, device=ids.device).repeat_interleave(ids.shape[1])
     else:
-        owners = torch.searchsorted(activations[1], torch.arange(len(ids), device=ids.device), right=True) - 1
+        owners = (
+            torch.searchsorted(
+                activations[1], torch.arange(len(ids), device=ids.device), right=True
+            )
+            - 1
+        )
     ids = ids.reshape(-1)
     counts = torch.ones(len(ids), device=ids.device, dtype=backprops.dtype)
     if layer.padding_idx is not None:
@@ -83,7 +97,11 @@ def bilinear_grad_sample(layer, activations, backprops):
 def _of_layer(sampler, layer, activations, backprops):
     """What a rule finds of a layer's gradients, of an empty batch none."""
     if not len(backprops):
-        return {p: backprops.new_zeros(0, *p.shape) for p in layer.parameters(recurse=False) if p.requires_grad}
+        return {
+            p: backprops.new_zeros(0, *p.shape)
+            for p in layer.parameters(recurse=False)
+            if p.requires_grad
+        }
     activations = [t.contiguous() if torch.is_tensor(t) else t for t in activations]
     return sampler(layer, activations, backprops.contiguous())
 
@@ -95,26 +113,39 @@ def _by_functorch(sampler, parameters, activations, backprops):
 
 
 def mend(hooks, dim=0):
-    """Opacus's hooks with what this module has in the place of its rules for layers, and with empty batches.
+    """Opacus's hooks with what this module has in the place of its rules for layers, and with empty
+    batches.
 
     `dim` is the axis of the examples in the module's inputs.
     """
-    own = {nn.Embedding: embedding_grad_sample, nn.EmbeddingBag: bag_grad_sample, nn.Bilinear: bilinear_grad_sample}
+    own = {
+        nn.Embedding: embedding_grad_sample,
+        nn.EmbeddingBag: bag_grad_sample,
+        nn.Bilinear: bilinear_grad_sample,
+    }
     if hasattr(hooks, "GRAD_SAMPLERS"):
         hooks.GRAD_SAMPLERS = {
-            kind: functools.partial(_of_layer, sampler) for kind, sampler in {**hooks.GRAD_SAMPLERS, **own}.items()
+            kind: functools.partial(_of_layer, sampler)
+            for kind, sampler in {**hooks.GRAD_SAMPLERS, **own}.items()
         }
     for layer in hooks._module.modules():
         if hasattr(layer, "ft_compute_sample_grad"):
-            layer.ft_compute_sample_grad = functools.partial(_by_functorch, layer.ft_compute_sample_grad)
+            layer.ft_compute_sample_grad = functools.partial(
+                _by_functorch, layer.ft_compute_sample_grad
+            )
     if isinstance(hooks, nn.Module):
         hooks.forward = functools.partial(_forward, hooks, hooks.forward, dim)
 
 
 def _forward(hooks, forward, dim, *args, **kwargs):
-    """A pass; of an empty batch, which many models do not take, and PyTorch's expanded weights never."""
+    """A pass; of an empty batch, which many models do not take, and PyTorch's expanded weights
+    never.
+    """
     expanded = isinstance(hooks, GradSampleModuleExpandedWeights)
-    if any(torch.is_tensor(t) and t.ndim > dim and not t.shape[dim] for t in tree_leaves((args, kwargs))):
+    if any(
+        torch.is_tensor(t) and t.ndim > dim and not t.shape[dim]
+        for t in tree_leaves((args, kwargs))
+    ):
         try:
             if not (expanded and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
@@ -147,11 +178,19 @@ def _of_nobody(hooks, dim, args, kwargs):
     try:
         with torch.no_grad():
             outputs = hooks._module(*tree_map(one, args), **tree_map(one, kwargs))
-    except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError, AssertionError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        IndexError,
+        TypeError,
+        ZeroDivisionError,
+        AssertionError,
+    ) as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedModuleError(
             "module must take one example alone, as an empty draw is tried with one of zeros, but "
-            f"{culprit(error, hooks)} does not: {said}; does it mix examples, as batch norm in training mode does?"
+            f"{culprit(error, hooks)} does not: {said}; does it mix examples, as batch norm in "
+            "training mode does?"
         ) from error
     trained = [p for p in hooks._module.parameters() if p.requires_grad]
     if torch.is_grad_enabled():
@@ -160,7 +199,8 @@ def _of_nobody(hooks, dim, args, kwargs):
                 p._norm_sample = p.new_zeros(0)
             else:
                 p.grad_sample = p.new_zeros(0, *p.shape)
-    tie = sum((p.sum().double() for p in trained), torch.zeros((), dtype=torch.float64))  # adds to no number
+    # adds to no number
+    tie = sum((p.sum().double() for p in trained), torch.zeros((), dtype=torch.float64))
 
     def nobody(t):
         if not t.ndim:
@@ -185,7 +225,10 @@ def clear_notes(module):
 
 def culprit(error, hooks):
     """In words, the innermost layer in which an exception was raised."""
-    names = {id(part): f"its layer {name!r} ({type(part).__name__})" for name, part in hooks._module.named_modules()}
+    names = {
+        id(part): f"its layer {name!r} ({type(part).__name__})"
+        for name, part in hooks._module.named_modules()
+    }
     names[id(hooks._module)] = "the module itself, in no layer of it"
     found, step = "", error.__traceback__
     while step is not None:
@@ -203,13 +246,18 @@ def check_layers(module, mode):
     """
     places = {}
     for name, part in module.named_modules():
-        shown, trained = repr(name or "module"), any(p.requires_grad for p in part.parameters(recurse=False))
-        for p in () if isinstance(part, DPRNNBase) else part.parameters(recurse=False):  # that lists its cells' too
+        shown, trained = (
+            repr(name or "module"),
+            any(p.requires_grad for p in part.parameters(recurse=False)),
+        )
+        # that lists its cells' too
+        for p in () if isinstance(part, DPRNNBase) else part.parameters(recurse=False):
             places.setdefault(id(p), []).append((shown, p.requires_grad))
         problem = _problem(part, mode) if trained else None
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
             problem = (
-                f"max_norm must be None in an embedding, got {part.max_norm:g} in {{}}: the forward pass would write "
+                f"max_norm must be None in an embedding, got {part.max_norm:g} in {{}}: the "
+                "forward pass would write "
                 "into the rows of those words that are in the batch, which no noise covers"
             )
         if problem is not None:
@@ -217,17 +265,26 @@ def check_layers(module, mode):
     for shown in places.values():
         if mode == "ghost" and len(shown) > 1 and shown[0][1]:
             raise UnsupportedModuleError(
-                "module must share no weight between layers in ghost mode, which knows norms of layers only, but "
+                "module must share no weight between layers in ghost mode, which knows norms of "
+                "layers only, but "
                 f"{' and '.join(name for name, _ in shown)} have one; use grad_sample_mode='hooks'"
             )
 
 
 def _problem(part, mode):
-    """What is wrong with a trainable layer in a mode, with a place for its name; None if nothing is known."""
+    """What is wrong with a trainable layer in a mode, with a place for its name; None if nothing is
+    known.
+    """
     other = "; use grad_sample_mode='hooks'"
-    if isinstance(part, nn.LayerNorm) and mode in ("hooks", "ghost") and part.weight is not None and part.bias is None:
+    if (
+        isinstance(part, nn.LayerNorm)
+        and mode in ("hooks", "ghost")
+        and part.weight is not None
+        and part.bias is None
+    ):
         return (
-            f"module must have a bias in each LayerNorm in the mode {mode!r}, as Opacus takes it, got none in {{}}; "
+            f"module must have a bias in each LayerNorm in the mode {mode!r}, as Opacus takes it, "
+            f"got none in {{}}; "
             "use grad_sample_mode='functorch'"
         )
     if isinstance(part, (nn.Bilinear, nn.EmbeddingBag)) and mode in ("functorch", "ew"):
@@ -235,18 +292,22 @@ def _problem(part, mode):
     if isinstance(part, nn.EmbeddingBag):
         if part.mode == "max" or part.scale_grad_by_freq or part.include_last_offset:
             return (
-                "module must have embedding bags of the mode 'sum' or 'mean', without scale_grad_by_freq and "
-                "include_last_offset, got another one in {}; use an Embedding, and reduce what it gives"
+                "module must have embedding bags of the mode 'sum' or 'mean', without "
+                "scale_grad_by_freq and "
+                "include_last_offset, got another one in {}; use an Embedding, and reduce what it "
+                "gives"
             )
     if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
         if mode == "ew" and part.padding_idx is not None:
             return (
-                "padding_idx must be None in an embedding in the mode 'ew', where PyTorch's expanded weights give that "
+                "padding_idx must be None in an embedding in the mode 'ew', where PyTorch's "
+                "expanded weights give that "
                 f"row a gradient, got {part.padding_idx} in {{}}{other}"
             )
         if mode in ("ew", "ghost") and part.scale_grad_by_freq:
             return (
-                f"scale_grad_by_freq must be False in an embedding in the mode {mode!r}, which would count the words "
+                f"scale_grad_by_freq must be False in an embedding in the mode {mode!r}, which "
+                "would count the words "
                 f"of the whole batch, got True in {{}}{other}"
             )
         if mode in ("functorch", "ghost") and part.sparse:
@@ -267,9 +328,12 @@ def _check_order(layer, args):
         return
     if not torch.equal(order, torch.arange(len(order), device=order.device)):
         raise ValueError(
-            f"packed sequences must be in the order of the batch, in a {type(layer).__name__}, for Opacus takes an "
-            f"example for another where they are sorted: use dpcompanion.engine.{type(layer).__name__[2:]}, which "
-            "takes them in any order and computes the same from the same state_dict, or pad rows without packing them"
+            f"packed sequences must be in the order of the batch, in a {type(layer).__name__}, for "
+            "Opacus takes an "
+            "example for another where they are sorted: use "
+            f"dpcompanion.engine.{type(layer).__name__[2:]}, which "
+            "takes them in any order and computes the same from the same state_dict, or pad rows "
+            "without packing them"
         )
 
 
@@ -284,7 +348,11 @@ class ForEachExample:
     def __init__(self, module, watched, batch_size):
         self._batch_size, self._n = batch_size, None
         self._shared = set()  # layers that were seen to take one row of ids, of no example
-        layers = [part for part in module.modules() if type(part) is nn.Embedding and part.weight.requires_grad]
+        layers = [
+            part
+            for part in module.modules()
+            if type(part) is nn.Embedding and part.weight.requires_grad
+        ]
         self._handles = [layer.register_forward_pre_hook(self._expand) for layer in layers]
         if layers:
             watched.register_forward_pre_hook(self._begin)

@@ -1,7 +1,8 @@
 """Poisson draws for a loader, and a data set that notes which examples it handed out.
 
-Where persons are the units a draw is one of persons, and the data set hands out rows of theirs: at most k of each, one
-person's after the other's, so that a draw that is cut into physical batches is cut between persons.
+Where persons are the units a draw is one of persons, and the data set hands out rows of theirs: at
+most k of each, one person's after the other's, so that a draw that is cut into physical batches is
+cut between persons.
 """
 
 import collections
@@ -23,24 +24,29 @@ from dpcompanion.seeds import derive_key, seed_torch
 class Draws(PoissonSampler, BatchSampler):
     """The batch sampler: an epoch of draws, each a list of indices.
 
-    A BatchSampler with the expected batch size, from which Opacus's memory manager makes out its length.
+    A BatchSampler with the expected batch size, from which Opacus's memory manager makes out its
+    length.
 
-    There is one sequence of draws, and they become steps in its order. Every pass begins with the first that is no step
-    yet: an evaluation sees what will be trained on, and neither a new pass nor a checkpoint is a way to leave out a
-    draw by what is in it.
+    There is one sequence of draws, and they become steps in its order. Every pass begins with the
+    first that is no step yet: an evaluation sees what will be trained on, and neither a new pass
+    nor a checkpoint is a way to leave out a draw by what is in it.
 
-    On several ranks all make the same draws, and each hands out its share of them, `share(n)` of n examples.
+    On several ranks all make the same draws, and each hands out its share of them, `share(n)` of n
+    examples.
 
-    `last` is what was handed out last, None where it can become no step any more, `whole` the draw that it is of, and
-    `number` counts what was handed out; `passed_over` is how many draws before the last one are no steps.
+    `last` is what was handed out last, None where it can become no step any more, `whole` the draw
+    that it is of, and `number` counts what was handed out; `passed_over` is how many draws before
+    the last one are no steps.
     """
 
     def __init__(self, n, rates, generator, steps, share=lambda n: slice(None)):
         PoissonSampler.__init__(self, n, rates, generator)
         self._share = share
         self._steps, self.number, self.last, self.whole = steps, 0, None, []
-        self._taken, self._place = 0, 0  # how many draws became steps; how many come before the last one
-        self._ahead = collections.deque()  # the next ones, as far as they are known, each behind the state it came from
+        # how many draws became steps; how many come before the last one
+        self._taken, self._place = 0, 0
+        # the next ones, as far as they are known, each behind the state it came from
+        self._ahead = collections.deque()
         self.batch_size, self.drop_last = float(self.sample_rate.sum()), False
 
     def __len__(self):
@@ -49,7 +55,11 @@ class Draws(PoissonSampler, BatchSampler):
     def __iter__(self):
         place = self._taken
         for _ in range(self._steps):
-            self._place, self.whole, self.number = place, self._draw_at(place).tolist(), self.number + 1
+            self._place, self.whole, self.number = (
+                place,
+                self._draw_at(place).tolist(),
+                self.number + 1,
+            )
             self.last = self.whole[self._share(len(self.whole))]
             yield self.last
             place = max(place + 1, self._taken)
@@ -81,18 +91,20 @@ class Draws(PoissonSampler, BatchSampler):
 
 
 class IndexRecorder(Dataset):
-    """A data set that notes which examples it handed out last, and the `batch` that was made of them; otherwise as the
-    one that it holds.
+    """A data set that notes which examples it handed out last, and the `batch` that was made of
+    them; otherwise as the one that it holds.
 
     Args:
         dataset, loader: what was given to the engine.
-        rows: a `RowChoice`, where the examples that are drawn are persons; then it is a data set of these, each a list
-            of rows.
+        rows: a `RowChoice`, where the examples that are drawn are persons; then it is a data set of
+            these, each a list of rows.
 
     Attributes:
-        handed_out: the rows of the last batch, each once, as indices of the data set; None before the first.
+        handed_out: the rows of the last batch, each once, as indices of the data set; None before
+        the first.
         units: the examples (persons) that were asked for.
-        sizes: how many of the rows, which follow one another, are each person's; None where each row is an example.
+        sizes: how many of the rows, which follow one another, are each person's; None where each
+        row is an example.
     """
 
     def __init__(self, dataset, loader, rows=None):
@@ -113,7 +125,10 @@ class IndexRecorder(Dataset):
         self.units = self.handed_out = list(indices)
         if self._rows is not None:
             chosen = self._rows.of(self.units)
-            self.handed_out, self.sizes = [row for own in chosen for row in own], [len(own) for own in chosen]
+            self.handed_out, self.sizes = (
+                [row for own in chosen for row in own],
+                [len(own) for own in chosen],
+            )
         indices = self.handed_out
         if self._workers and indices:
             return self._workers.read(indices)
@@ -121,7 +136,9 @@ class IndexRecorder(Dataset):
         return together(indices) if together and indices else [self._dataset[i] for i in indices]
 
     def combined(self, gradients):
-        """Gradients of the rows that were handed out as those of the persons (`RowChoice.combined`)."""
+        """Gradients of the rows that were handed out as those of the persons
+        (`RowChoice.combined`).
+        """
         return self._rows.combined(gradients, self.sizes)
 
     def __getattr__(self, name):
@@ -131,10 +148,12 @@ class IndexRecorder(Dataset):
 
 
 class RowChoice:
-    """Which rows of the persons in a draw take part, at most k of each (`dpcompanion.training.people`).
+    """Which rows of the persons in a draw take part, at most k of each
+    (`dpcompanion.training.people`).
 
-    It depends on the key of the draws and on the number of the draw alone: a draw that is seen again, in another pass,
-    in pieces, by the run that goes on from a checkpoint or on another rank, has the same rows.
+    It depends on the key of the draws and on the number of the draw alone: a draw that is seen
+    again, in another pass, in pieces, by the run that goes on from a checkpoint or on another rank,
+    has the same rows.
 
     Args:
         ownership: whose each row is.
@@ -143,7 +162,12 @@ class RowChoice:
     """
 
     def __init__(self, ownership, draws, accountant):
-        self._ownership, self._draws, self._accountant, self.n = ownership, draws, accountant, len(ownership)
+        self._ownership, self._draws, self._accountant, self.n = (
+            ownership,
+            draws,
+            accountant,
+            len(ownership),
+        )
         self._seed, self._known = _seed_of(draws.generator), (None, {})
 
     def of(self, persons):
@@ -190,25 +214,35 @@ class RowChoice:
             here, rows = (to_device(t, gradients.device) for t in (who, starts[who] + place))
             total[here] = total[here] + gradients[rows]
         if self._ownership.combine == "mean":
-            total /= to_device(counts.clamp(min=1).to(total.dtype), total.device).view(-1, *[1] * (total.ndim - 1))
+            total /= to_device(counts.clamp(min=1).to(total.dtype), total.device).view(
+                -1, *[1] * (total.ndim - 1)
+            )
         return total
 
 
 def _seed_of(stream):
-    """A number that is hashed from the key of a stream, or from the state that a generator begins with."""
-    key = stream.key if isinstance(stream, SecureStream) else stream.get_state().cpu().numpy().tobytes()
+    """A number that is hashed from the key of a stream, or from the state that a generator begins
+    with.
+    """
+    key = (
+        stream.key
+        if isinstance(stream, SecureStream)
+        else stream.get_state().cpu().numpy().tobytes()
+    )
     return int.from_bytes(hashlib.sha256(b"dpcompanion rows\0" + key).digest(), "little")
 
 
 class _Workers:
     """Worker processes that read the examples of one batch side by side.
 
-    The loader itself has none: they would fetch ahead, and which batch is in use would not be known.
+    The loader itself has none: they would fetch ahead, and which batch is in use would not be
+    known.
     """
 
     def __init__(self, dataset, loader):
         self._count, self._parts = loader.num_workers, []
-        # Seeds of workers come from a generator of their own, so that draws and noise do not depend on them.
+        # Seeds of workers come from a generator of their own, so that draws and noise do not depend
+        # on them.
         self._loader = DataLoader(
             dataset,
             batch_sampler=self._parts,
@@ -218,7 +252,9 @@ class _Workers:
             timeout=loader.timeout,
             worker_init_fn=loader.worker_init_fn,
             multiprocessing_context=loader.multiprocessing_context,
-            generator=torch.Generator().manual_seed(int(torch.randint(2**62, (1,), generator=loader.generator)))
+            generator=torch.Generator().manual_seed(
+                int(torch.randint(2**62, (1,), generator=loader.generator))
+            )
             if loader.generator
             else None,
         )
@@ -239,5 +275,9 @@ def private_loader(loader, noted, draws, batch_first):
         return noted.batch
 
     return DataLoader(
-        noted, batch_sampler=draws, collate_fn=noting, pin_memory=loader.pin_memory, generator=loader.generator
+        noted,
+        batch_sampler=draws,
+        collate_fn=noting,
+        pin_memory=loader.pin_memory,
+        generator=loader.generator,
     )

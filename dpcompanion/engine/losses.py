@@ -1,25 +1,29 @@
-r"""Is the loss that the loop backpropagates a mean (or a sum) of losses of which each depends on one example?
+r"""Is the loss that the loop backpropagates a mean (or a sum) of losses of which each depends on
+one example?
 
-Per-example gradients are those of per-example losses.  With class weights, `F.cross_entropy(outputs, y, weight=w)`
-divides by the weights of the batch; with `ignore_index` it divides by the batch's tokens; a contrastive loss compares
-examples.  Then one example moves what all others contribute, and no clip norm bounds it.  So every backward pass is
-compared with one that is known:
+Per-example gradients are those of per-example losses. With class weights, `F.cross_entropy(outputs,
+y, weight=w)` divides by the weights of the batch; with `ignore_index` it divides by the batch's
+tokens; a contrastive loss compares examples. Then one example moves what all others contribute, and
+no clip norm bounds it. So every backward pass is compared with one that is known:
 
-* Without a criterion, the gradient that arrives at the module's outputs must be that of a standard loss of these
-  outputs and of the loader's batch, taken example by example and averaged over the batch (or summed, with
-  loss_reduction="sum"): `dpcompanion.engine.standard` lists them.
-* With a criterion (`dpcompanion.engine.criterion`), the engine calls it without reduction, and the gradient must be
-  that of its mean, or sum, of one number an example.  With the first batches, and at calls 2, 4, 8, ... after, it is
-  proved that an example's loss is the same alone, in a part of the batch and in another order.
-* What the parameters get is what these gradients send to them: looked at in batches 1, 2, 4, 8, ..., for a loss of what
-  a hook took from inside of the module comes back to no output.  And `grad_sample` is at the step what the backward
-  pass left.
+* Without a criterion, the gradient that arrives at the module's outputs must be that of a standard
+  loss of these outputs and of the loader's batch, taken example by example and averaged over the
+  batch (or summed, with loss_reduction="sum"): `dpcompanion.engine.standard` lists them.
+* With a criterion (`dpcompanion.engine.criterion`), the engine calls it without reduction, and the
+  gradient must be that of its mean, or sum, of one number an example. With the first batches, and
+  at calls 2, 4, 8, ... after, it is proved that an example's loss is the same alone, in a part of
+  the batch and in another order.
+* What the parameters get is what these gradients send to them: looked at in batches 1, 2, 4, 8,
+  ..., for a loss of what a hook took from inside of the module comes back to no output. And
+  `grad_sample` is at the step what the backward pass left.
 
-That takes about 0.3 ms of processor time a step of a linear model in batches of 512, 11 to 12% of the step, and 0.5 ms,
-21%, with a criterion, which is called twice (`benchmarks/losses.py`, where a CNN and a transformer are timed, too).
+That takes about 0.3 ms of processor time a step of a linear model in batches of 512, 11 to 12% of
+the step, and 0.5 ms, 21%, with a criterion, which is called twice (`benchmarks/losses.py`, where a
+CNN and a transformer are timed, too).
 
-What differs is refused before the step.  On a GPU only the first batch is looked at at once; from then on a gradient
-that differs makes a step of noise alone, and is said when the engine looks (`Following.look`).
+What differs is refused before the step. On a GPU only the first batch is looked at at once; from
+then on a gradient that differs makes a step of noise alone, and is said when the engine looks
+(`Following.look`).
 """
 
 import contextlib
@@ -44,8 +48,10 @@ from dpcompanion.engine.standard import (
 )
 
 _WAYS_OUT = (
-    "pass the loss to the engine, criterion=..., and use the criterion that it returns; or trust_loss=True, if you "
-    "know that it is a {reduction} of losses of which each depends on one example: if one does not, no epsilon holds"
+    "pass the loss to the engine, criterion=..., and use the criterion that it returns; or "
+    "trust_loss=True, if you "
+    "know that it is a {reduction} of losses of which each depends on one example: if one does "
+    "not, no epsilon holds"
 )
 
 
@@ -54,10 +60,12 @@ class LossWatch:
 
     Args:
         hooks: what Opacus made of the module; watched: what the loop calls.
-        noted: the data set that notes what it handed out, with the batch that was made of it (`Noted`).
+        noted: the data set that notes what it handed out, with the batch that was made of it
+        (`Noted`).
         loss_reduction: as in the engine.
         busy: called, it says whether a proof is under way, whose passes are none of the loop's.
-        own_loss: called, it says what the proof has against a number that the module itself puts out; None for nothing.
+        own_loss: called, it says what the proof has against a number that the module itself puts
+        out; None for nothing.
         criterion: whether a criterion was given, through which every loss must come.
     """
 
@@ -71,25 +79,33 @@ class LossWatch:
         self._last: Any = None  # the standard loss that fitted last
         self.spoilt: Any = False  # on a device: whether a gradient did not fit
         self._trained = [p for p in hooks._module.parameters() if p.requires_grad]
-        # Batches that were looked at, and the last one; whether a backward pass is under way, what its outputs send to
-        # each parameter, beside what was there, and what it left; whether anything else reached them.
+        # Batches that were looked at, and the last one; whether a backward pass is under way, what
+        # its outputs send to each parameter, beside what was there, and what it left; whether
+        # anything else reached them.
         self._batches, self._looked_at, self._under_way, self._around = 0, None, False, False
         self._sent: dict[torch.Tensor, Any] | None = None
         self._left: dict[torch.Tensor, Any] | None = None
         self._sums: dict[torch.Tensor, Any] = {}
-        # In ghost mode there is no gradient before the clipped one, and by expanded weights there is no other.
-        self._compares_sums = hasattr(hooks, "hooks_enabled") and not hasattr(hooks, "NORM_SAMPLERS")
-        self._depth, self._beside = 0, None  # passes of the module under way; a layer that was used without one
+        # In ghost mode there is no gradient before the clipped one, and by expanded weights there
+        # is no other.
+        self._compares_sums = hasattr(hooks, "hooks_enabled") and not hasattr(
+            hooks, "NORM_SAMPLERS"
+        )
+        # passes of the module under way; a layer that was used without one
+        self._depth, self._beside = 0, None
         watched.register_forward_pre_hook(self._begin)
         watched.register_forward_hook(self._note)
         watched.register_forward_hook(self._end, always_call=True)
         inner = hooks._module
         for name, layer in inner.named_modules():
-            if layer is not watched and any(p.requires_grad for p in layer.parameters(recurse=False)):
+            if layer is not watched and any(
+                p.requires_grad for p in layer.parameters(recurse=False)
+            ):
                 layer.register_forward_hook(functools.partial(self._note_layer, name or "module"))
 
     def __getstate__(self):
-        return {"_hooks": None, "_depth": 0, "_compares_sums": False}  # a copy of the module is none of this training's
+        # a copy of the module is none of this training's
+        return {"_hooks": None, "_depth": 0, "_compares_sums": False}
 
     # What goes forward and comes back.
 
@@ -104,7 +120,9 @@ class LossWatch:
         if self._hooks is None or self._depth or not torch.is_grad_enabled() or self._busy():
             return
         if layer.training and torch.is_tensor(outputs) and is_learnt_from(outputs):
-            outputs.register_hook(functools.partial(self._arrives_beside, name, self._noted.handed_out))
+            outputs.register_hook(
+                functools.partial(self._arrives_beside, name, self._noted.handed_out)
+            )
 
     def _arrives_beside(self, name, batch, gradient):
         if getattr(self._hooks, "hooks_enabled", True):
@@ -122,14 +140,17 @@ class LossWatch:
             output = Output(tensor)
             one.outputs.append(output)
             tensor.register_hook(functools.partial(self._arrives, one, output, "total"))
-            seen = tensor.view_as(tensor)  # what comes back from the loop alone, and not from the module's own loss
+            # what comes back from the loop alone, and not from the module's own loss
+            seen = tensor.view_as(tensor)
             seen.register_hook(functools.partial(self._arrives, one, output, "direct"))
             seen.register_hook(functools.partial(self._follows, tensor))
             return seen.view_as(seen)  # at which hooks of the loop's own come first
 
         exchanged = map_tensors(outputs, watched, is_learnt_from)
         if one.outputs:
-            self._recent = [ref for ref in self._recent if (old := ref()) is not None and old.batch is batch]
+            self._recent = [
+                ref for ref in self._recent if (old := ref()) is not None and old.batch is batch
+            ]
             self._recent.append(weakref.ref(one))
         return exchanged if one.outputs else None
 
@@ -152,14 +173,24 @@ class LossWatch:
         return self._batches & (self._batches - 1) == 0  # 1, 2, 4, 8, ...
 
     def _follows(self, tensor, gradient):
-        """Note what this gradient of an output sends to the parameters, now and then: nothing else may reach them."""
-        if not (self._due() and self._compares_sums and self._hooks.hooks_enabled) or gradient.device.type == "meta":
+        """Note what this gradient of an output sends to the parameters, now and then: nothing else
+        may reach them.
+        """
+        if (
+            not (self._due() and self._compares_sums and self._hooks.hooks_enabled)
+            or gradient.device.type == "meta"
+        ):
             return
         if self._sent is None:
-            self._sent = {p: (torch.zeros_like(p), None if p.grad is None else p.grad.clone()) for p in self._trained}
+            self._sent = {
+                p: (torch.zeros_like(p), None if p.grad is None else p.grad.clone())
+                for p in self._trained
+            }
         self._hooks.hooks_enabled = False
         try:
-            found = torch.autograd.grad(tensor, self._trained, gradient, retain_graph=True, allow_unused=True)
+            found = torch.autograd.grad(
+                tensor, self._trained, gradient, retain_graph=True, allow_unused=True
+            )
         except RuntimeError:  # as of checkpoints within the module, which take no such look
             self._compares_sums = False
             return
@@ -185,19 +216,24 @@ class LossWatch:
                 self._around = True
 
     def _check_left(self):
-        """Gradients of the parameters are those that came through the outputs, as the backward pass left them."""
+        """Gradients of the parameters are those that came through the outputs, as the backward pass
+        left them.
+        """
         if self._around:
             raise ValueError(
-                "loss must be made of the outputs of the module that the engine returned, but a gradient reached its "
-                "weights by another way, as of what a hook took from inside of it: put out what the loss needs; "
-                + self._ways_out()
+                "loss must be made of the outputs of the module that the engine returned, but a "
+                "gradient reached its "
+                "weights by another way, as of what a hook took from inside of it: put out what "
+                "the loss needs; " + self._ways_out()
             )
         for p, versions in (self._left or {}).items():
             changed = versions is not None and _versions(p) != versions
             if changed or versions and not all(map(torch.equal, _sums(p), self._sums.get(p, []))):
                 raise ValueError(
-                    "grad_sample must stay as the backward pass left it, but it was changed before the step: what an "
-                    "example contributes must not depend on others; leave clipping and scaling to the engine"
+                    "grad_sample must stay as the backward pass left it, but it was changed before "
+                    "the step: what an "
+                    "example contributes must not depend on others; leave clipping and scaling to "
+                    "the engine"
                 )
 
     def passes(self):
@@ -217,7 +253,8 @@ class LossWatch:
         passes, self._arrived = [one for one in self._arrived if one.batch is batch], []
         if self._beside is not None and self._beside[1] is batch:
             raise ValueError(
-                f"loss must be made of the outputs of the module that the engine returned, but a gradient came back to "
+                "loss must be made of the outputs of the module that the engine returned, but a "
+                "gradient came back to "
                 f"its layer {self._beside[0]!r} that was called by itself; " + self._ways_out()
             )
         self._check_left()
@@ -226,7 +263,8 @@ class LossWatch:
         if not passes:
             if self._checked is not batch:
                 raise ValueError(
-                    "loss must be made of the outputs of the module that the engine returned, called with the loader's "
+                    "loss must be made of the outputs of the module that the engine returned, "
+                    "called with the loader's "
                     "batch, but no gradient came back to them; " + self._ways_out()
                 )
             return
@@ -236,7 +274,9 @@ class LossWatch:
             return
         with (
             torch.enable_grad(),
-            torch.autocast(device.type, enabled=False) if autocasts(device) else contextlib.nullcontext(),
+            torch.autocast(device.type, enabled=False)
+            if autocasts(device)
+            else contextlib.nullcontext(),
         ):
             for one in passes:
                 self._compare(one, len(batch), len(passes))
@@ -247,7 +287,8 @@ class LossWatch:
     def _compare(self, one, n, count):
         if any(output.overwritten and output.total is not None for output in one.outputs):
             raise ValueError(
-                "loss must be made of the module's outputs as they are, but the loop changes the module's outputs in "
+                "loss must be made of the module's outputs as they are, but the loop changes the "
+                "module's outputs in "
                 "place: what came back to them cannot be compared; " + self._ways_out()
             )
         if self.criterion:
@@ -256,12 +297,14 @@ class LossWatch:
         inside = [o for o in one.outputs if o.direct is not None]
         if not inside:
             raise ValueError(
-                "loss must be made of the outputs of the module as it put them out, but the gradient came back around "
+                "loss must be made of the outputs of the module as it put them out, but the "
+                "gradient came back around "
                 "them; " + self._ways_out()
             )
         scalars = [o for o in inside if not o.axes(n)]
         if scalars:
-            # The module's own loss: what it sends to the other outputs must be a standard loss of theirs.
+            # The module's own loss: what it sends to the other outputs must be a standard loss of
+            # theirs.
             others = [o for o in one.outputs if o.axes(n) and o.total is not None]
             problems = [self._standard(output, output.total, n, count) for output in others]
             if self._own_loss() is not None:
@@ -271,11 +314,15 @@ class LossWatch:
             elif not problems:
                 problem = "no output of an example that it is made of is put out beside it"
             else:
-                problem = next((said for said in problems if "looks like" in str(said)), problems[0])
+                problem = next(
+                    (said for said in problems if "looks like" in str(said)), problems[0]
+                )
             if problem is not None:
                 raise ValueError(
-                    "loss must be a mean of losses of which each depends on one example, but the loop backpropagates a "
-                    f"number that the module itself puts out for the whole batch (its own loss): {problem}; take the "
+                    "loss must be a mean of losses of which each depends on one example, but the "
+                    "loop backpropagates a "
+                    "number that the module itself puts out for the whole batch (its own loss): "
+                    f"{problem}; take the "
                     "loss of its outputs instead, or " + self._ways_out()
                 )
         for output in inside:
@@ -283,12 +330,15 @@ class LossWatch:
                 problem = self._standard(output, output.direct, n, count)
                 if problem is not None:
                     raise ValueError(
-                        f"loss must be a {'mean' if self._mean else 'sum'} of losses of which each depends on one "
+                        f"loss must be a {'mean' if self._mean else 'sum'} of losses of which each "
+                        "depends on one "
                         f"example, but {problem}; " + self._ways_out()
                     )
 
     def _standard(self, output, gradient, n, count):
-        """None if a standard loss sends this gradient to the output, else what is seen, in words."""
+        """None if a standard loss sends this gradient to the output, else what is seen, in
+        words.
+        """
         problems = []
         for axis in output.axes(n):
             out, own = (precise(t.movedim(axis, 0)) for t in (output.tensor, gradient))
@@ -324,19 +374,23 @@ class LossWatch:
                 crossed = 2 * (out.reshape(-1, 1) - value.to(out)).mean(1)
                 if fits_to(gradient.reshape(n, 1) / scale, crossed[:, None], bound, 1.0):
                     best = (
-                        f"each of the outputs, {tuple(out.shape)}, is compared with the targets of all examples, "
+                        f"each of the outputs, {tuple(out.shape)}, is compared with the targets of "
+                        "all examples, "
                         f"{tuple(value.shape)}, by broadcasting: give both the same shape"
                     )
         return best or (
-            "the gradient that reaches the module's outputs is that of no loss that is known to be so (cross entropy, "
-            "binary cross entropy, squared, absolute and Huber errors and others, of the loader's batch)"
+            "the gradient that reaches the module's outputs is that of no loss that is known to be "
+            "so (cross entropy, "
+            "binary cross entropy, squared, absolute and Huber errors and others, of the loader's "
+            "batch)"
         )
 
     def _compare_calls(self, one, n, count):
         """What comes back must be what the criterion's losses send."""
         if not one.calls:
             raise ValueError(
-                "loss must come from the criterion that the engine returned, but a gradient came back that did not go "
+                "loss must come from the criterion that the engine returned, but a gradient came "
+                "back that did not go "
                 "through it: use that criterion for every loss that is backpropagated"
             )
         leaves = [_leaf(output.tensor) for output in one.outputs]
@@ -345,7 +399,9 @@ class LossWatch:
         for output, found in zip(one.outputs, expected):
             if output.direct is None and not bool(found.any()):
                 continue
-            gradient = torch.zeros_like(found) if output.direct is None else output.direct.to(found.dtype)
+            gradient = (
+                torch.zeros_like(found) if output.direct is None else output.direct.to(found.dtype)
+            )
             scale = 1 / n if self._mean else 1.0
             bound = rounding(output.tensor.dtype)
             fits = fits_to(gradient, found, bound, scale)
@@ -363,7 +419,9 @@ class LossWatch:
 
 
 def _versions(p):
-    """Which tensors hold a parameter's per-example gradients, and how often they were written to; None without."""
+    """Which tensors hold a parameter's per-example gradients, and how often they were written to;
+    None without.
+    """
     found = getattr(p, "grad_sample", None)
     if found is None:
         return None
@@ -371,7 +429,9 @@ def _versions(p):
 
 
 def _sums(p):
-    """Over the examples, of a parameter's per-example gradients; NaN is left out, and compared by nobody."""
+    """Over the examples, of a parameter's per-example gradients; NaN is left out, and compared by
+    nobody.
+    """
     found = getattr(p, "grad_sample", None)
     parts = found if isinstance(found, list) else [] if found is None else [found]
     return [t.detach().nan_to_num().sum(0) for t in parts if t.device.type != "meta"]

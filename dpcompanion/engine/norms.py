@@ -11,8 +11,8 @@ from dpcompanion.gradients.proof import rows_to_look_through
 
 
 class GivenNorms:
-    """Called, it gives the (n,) norms that a function of the caller's says, which may use the module itself: on several
-    ranks, to all what it says on rank 0.
+    """Called, it gives the (n,) norms that a function of the caller's says, which may use the
+    module itself: on several ranks, to all what it says on rank 0.
 
     Args:
         follower: the optimizer, whose module and gradients stay as they are.
@@ -30,7 +30,8 @@ class GivenNorms:
 
 
 class GradientNorms:
-    """Called, it gives the (n,) norms of the examples' gradients, before clipping, in evaluation mode.
+    """Called, it gives the (n,) norms of the examples' gradients, before clipping, in evaluation
+    mode.
 
     Args:
         hooks: what Opacus made of the module.
@@ -41,16 +42,28 @@ class GradientNorms:
     """
 
     def __init__(self, hooks, loss, dataset, collate, *, size, ranks):
-        self._hooks, self._loss, self._dataset, self._collate, self._size = hooks, loss, dataset, collate, size
+        self._hooks, self._loss, self._dataset, self._collate, self._size = (
+            hooks,
+            loss,
+            dataset,
+            collate,
+            size,
+        )
         self._method, self._ranks = None, ranks
 
     def __call__(self):
         with undisturbed(self._hooks) as module:
             if self._method is None:
-                ((x, y),) = self._batches(Subset(self._dataset, rows_to_look_through(len(self._dataset)).tolist()))
+                ((x, y),) = self._batches(
+                    Subset(self._dataset, rows_to_look_through(len(self._dataset)).tolist())
+                )
                 self._method = clipping.resolve_method(module, self._loss, x, y)
             n = len(self._dataset)
-            own = Subset(self._dataset, range(n)[self._ranks.share(n)]) if self._ranks.size > 1 else self._dataset
+            own = (
+                Subset(self._dataset, range(n)[self._ranks.share(n)])
+                if self._ranks.size > 1
+                else self._dataset
+            )
             found = [
                 clipping.gradient_norms(module, self._loss, x, y, method=self._method)
                 for x, y in self._batches(own, self._size)
@@ -63,20 +76,28 @@ class GradientNorms:
         device = next(self._hooks._module.parameters()).device
         # A generator of its own: PyTorch's default one stays as it is.
         loader = DataLoader(
-            dataset, batch_size=size or len(dataset), collate_fn=self._collate, generator=torch.Generator()
+            dataset,
+            batch_size=size or len(dataset),
+            collate_fn=self._collate,
+            generator=torch.Generator(),
         )
         for batch in loader:
-            if not isinstance(batch, (list, tuple)) or len(batch) != 2 or not all(map(torch.is_tensor, batch)):
+            if (
+                not isinstance(batch, (list, tuple))
+                or len(batch) != 2
+                or not all(map(torch.is_tensor, batch))
+            ):
                 raise ValueError(
-                    "norms must be given where batches are not pairs of tensors, (inputs, targets), got "
+                    "norms must be given where batches are not pairs of tensors, (inputs, "
+                    "targets), got "
                     f"{type(batch).__name__}"
                 )
             yield tuple(t.to(device) for t in batch)
 
 
 class PersonNorms:
-    """Called, it gives the (n,) norms of the persons' gradients, before clipping, in evaluation mode: of each at a
-    choice of at most k of their rows.
+    """Called, it gives the (n,) norms of the persons' gradients, before clipping, in evaluation
+    mode: of each at a choice of at most k of their rows.
 
     Args:
         hooks: what Opacus made of the module.
@@ -88,7 +109,13 @@ class PersonNorms:
     """
 
     def __init__(self, hooks, loss, examples, *, size, choice, ranks):
-        self._hooks, self._loss, self._examples, self._size, self._choice = hooks, loss, examples, size, choice
+        self._hooks, self._loss, self._examples, self._size, self._choice = (
+            hooks,
+            loss,
+            examples,
+            size,
+            choice,
+        )
         self._method, self._ranks = None, ranks
 
     def __call__(self):

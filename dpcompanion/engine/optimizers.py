@@ -1,4 +1,6 @@
-"""Optimizers in which each gradient meets its example's clip norm, and each draw becomes one step."""
+"""Optimizers in which each gradient meets its example's clip norm, and each draw becomes one
+step.
+"""
 
 import contextlib
 import functools
@@ -28,23 +30,33 @@ def _wide(dtype):
 
 
 def _look_beside(following, optimizer, *_):
-    """Before a step of any optimizer: one that is not ours, with our parameters, trains them without clipping and
-    noise. On public data that is fine, so it is said and not refused."""
+    """Before a step of any optimizer: one that is not ours, with our parameters, trains them
+    without clipping and noise. On public data that is fine, so it is said and not refused.
+    """
     own = following()
-    if own is None or own._own_step or own._accountant.follower is not own or hasattr(optimizer, "_budgets_guard"):
+    if (
+        own is None
+        or own._own_step
+        or own._accountant.follower is not own
+        or hasattr(optimizer, "_budgets_guard")
+    ):
         return
     if any(id(p) in own._trained for group in optimizer.param_groups for p in group["params"]):
         own._beside.remove()  # once is enough
         warnings.warn(
-            f"parameters of a private run are trained by a {type(optimizer).__name__} beside the optimizer that the "
-            "engine returned, without clipping and noise: no budget covers what it learns from private data",
+            f"parameters of a private run are trained by a {type(optimizer).__name__} beside the "
+            "optimizer that the "
+            "engine returned, without clipping and noise: no budget covers what it learns from "
+            "private data",
             RuntimeWarning,
             stacklevel=3,
         )
 
 
 class Following(DPOptimizer):
-    """What both optimizers share: each gradient meets its example's clip norm, each draw becomes one step."""
+    """What both optimizers share: each gradient meets its example's clip norm, each draw becomes
+    one step.
+    """
 
     #: Of each parameter in the clip norm, in the order of `params`, for clipping per layer.
     shares: list[float] | None = None
@@ -55,7 +67,12 @@ class Following(DPOptimizer):
 
     def follow(self, draws, noted, accountant, proof, hooks, watch, traceless):
         self.draws, self._noted, self._accountant = draws, noted, accountant
-        self._proof, self.hooks, self._trained, self._watch = proof, hooks, trainable(hooks._module), watch
+        self._proof, self.hooks, self._trained, self._watch = (
+            proof,
+            hooks,
+            trainable(hooks._module),
+            watch,
+        )
         self._traceless, self.ranks = traceless, current()
         if proof is not None:
             proof.ranks = self.ranks
@@ -64,9 +81,12 @@ class Following(DPOptimizer):
         if hasattr(original, "_budgets_guard"):
             original._budgets_guard.remove()
         original._budgets_guard = original.register_step_pre_hook(self._only_after_noise)
-        self._beside = register_optimizer_step_pre_hook(functools.partial(_look_beside, weakref.ref(self)))
+        self._beside = register_optimizer_step_pre_hook(
+            functools.partial(_look_beside, weakref.ref(self))
+        )
         weakref.finalize(self, self._beside.remove)
-        self._draw, self._taken = None, -1  # the draw that is being added up, and the last index in it
+        # the draw that is being added up, and the last index in it
+        self._draw, self._taken = None, -1
         self._ended = False
         # How many gradients were not finite, and of how many that was said; whether a sum was not.
         self._dropped, self._said, self._spoilt = 0, 0, False
@@ -76,7 +96,8 @@ class Following(DPOptimizer):
 
     def __getstate__(self):
         raise ValueError(
-            "an optimizer of a private run must not be copied or pickled: the copy would give its noise a second time; "
+            "an optimizer of a private run must not be copied or pickled: the copy would give its "
+            "noise a second time; "
             "keep its state_dict(), or the engine's save_checkpoint"
         )
 
@@ -90,7 +111,9 @@ class Following(DPOptimizer):
         return int(self._dropped)
 
     def _drop(self, bad):
-        """Note which gradients (k,) are not finite; whether there may be any. A device is not asked: see `look`."""
+        """Note which gradients (k,) are not finite; whether there may be any. A device is not
+        asked: see `look`.
+        """
         if not on_accelerator(bad) and not bad.any():
             return False
         self._dropped = self._dropped + bad.sum()
@@ -99,7 +122,8 @@ class Following(DPOptimizer):
         return True
 
     def look(self):
-        """Say what has come to light: on a device it is asked for where the host waits anyway, not in each step.
+        """Say what has come to light: on a device it is asked for where the host waits anyway, not
+        in each step.
 
         Raises:
             FloatingPointError: a sum was not finite, and the weights are no numbers since.
@@ -108,18 +132,25 @@ class Following(DPOptimizer):
             raise FloatingPointError(not_finite("it was noticed after the step"))
         if self._watch is not None and self._watch.spoilt:
             raise ValueError(
-                "loss must be a mean of losses of which each depends on one example, as it was in the first batch, but "
-                "in a later one another gradient came back to the module's outputs; the steps since were noise alone"
+                "loss must be a mean of losses of which each depends on one example, as it was in "
+                "the first batch, but "
+                "in a later one another gradient came back to the module's outputs; the steps "
+                "since were noise alone"
             )
         self._traceless.look()
         if self.dropped > self._said:
             self._said = self.dropped
-            warnings.warn("per-example gradients that are not finite contribute nothing", RuntimeWarning, stacklevel=6)
+            warnings.warn(
+                "per-example gradients that are not finite contribute nothing",
+                RuntimeWarning,
+                stacklevel=6,
+            )
 
     @contextlib.contextmanager
     def set_aside(self):
-        """What is done with the module here, in evaluation mode, is none of the loop's: nothing notes it, and gradients
-        are afterwards what they were."""
+        """What is done with the module here, in evaluation mode, is none of the loop's: nothing
+        notes it, and gradients are afterwards what they were.
+        """
         kept = [(p, p.grad, p.__dict__.get("grad_sample")) for p in self._noted_parameters()]
         self.aside = True
         try:
@@ -135,14 +166,17 @@ class Following(DPOptimizer):
                     p.grad_sample = sample
 
     def rewind(self):
-        """Before a checkpoint is loaded: draws that are no steps yet are repeated, from where it says."""
+        """Before a checkpoint is loaded: draws that are no steps yet are repeated, from where it
+        says.
+        """
         self.draws.rewind()
 
     def states(self):
-        """What a checkpoint keeps of noise and draws; of a stream how far it has come, never its key.
+        """What a checkpoint keeps of noise and draws; of a stream how far it has come, never its
+        key.
 
-        A draw that was fetched and is no step yet is drawn again by the run that goes on, so that both give the same
-        noise to the same draw.
+        A draw that was fetched and is no step yet is drawn again by the run that goes on, so that
+        both give the same noise to the same draw.
         """
         states = {name: generator.get_state() for name, generator in self._generators().items()}
         return states | {"sampling": self.draws.state()}
@@ -154,7 +188,8 @@ class Following(DPOptimizer):
     def _only_after_noise(self, *_):
         if not self._own_step:
             raise ValueError(
-                "the original optimizer must not step: it would take gradients without clipping and "
+                "the original optimizer must not step: it would take gradients without clipping "
+                "and "
                 "noise; use the one that make_private_with_budgets returned"
             )
 
@@ -174,7 +209,9 @@ class Following(DPOptimizer):
         check_trained(self.hooks._module, self._trained)
 
     def clip_factors(self, norms, share=1.0):
-        """What to multiply the gradients of the current physical batch by; norms: (k,), their clip norms by `share`."""
+        """What to multiply the gradients of the current physical batch by; norms: (k,), their clip
+        norms by `share`.
+        """
         with self.ranks.together():
             return self._clip_factors(norms, share)
 
@@ -185,13 +222,17 @@ class Following(DPOptimizer):
         self._check_handed_out(batch, len(norms))
         if self._proof is not None and self._proof.open and len(self._noted.handed_out) > 1:
             raise ValueError(
-                "module must take tensors with the examples along one axis, and put out tensors that depend on its "
-                "weights: with this batch it could not be proved that it treats examples one by one, which "
+                "module must take tensors with the examples along one axis, and put out tensors "
+                "that depend on its "
+                "weights: with this batch it could not be proved that it treats examples one by "
+                "one, which "
                 "prove=False takes on your word"
             )
         if self._watch is not None:
             self._watch.check()
-        own = to_device((share * self._accountant.budgets.clip_norms()[batch]).to(norms.dtype), norms.device)
+        own = to_device(
+            (share * self._accountant.budgets.clip_norms()[batch]).to(norms.dtype), norms.device
+        )
         # A hair less, so that rounding lifts no gradient above its norm.
         hair = max(margin(_wide(p.dtype)) for p in self.params)
         factors = (own / (norms * hair + 1e-6)).clamp(max=1.0)
@@ -204,7 +245,8 @@ class Following(DPOptimizer):
     def _check_handed_out(self, batch, found):
         if batch is None or found != len(batch):
             raise ValueError(
-                f"a batch must be what the loader handed out last, {len(batch or [])} examples, got {found}"
+                f"a batch must be what the loader handed out last, {len(batch or [])} examples, "
+                f"got {found}"
             )
 
     def pre_step(self, closure=None):
@@ -214,7 +256,8 @@ class Following(DPOptimizer):
     def _pre_step(self, closure):
         if self._accountant.follower is not self:
             raise ValueError(
-                "a step needs the optimizer of the engine's last call of make_private_with_budgets: it "
+                "a step needs the optimizer of the engine's last call of "
+                "make_private_with_budgets: it "
                 "has other budgets by now"
             )
         self._accountant.check_budget()
@@ -222,13 +265,16 @@ class Following(DPOptimizer):
         draw, batch = self.draws.last, self._noted.units
         if draw is None or batch is None:
             raise ValueError(
-                "a step needs a batch of the loader that make_private_with_budgets returned, fetched after any "
+                "a step needs a batch of the loader that make_private_with_budgets returned, "
+                "fetched after any "
                 "checkpoint was loaded"
             )
         if self.draws.passed_over > 0:
             raise ValueError(
-                f"every draw of the loader must become a step, an empty one too, which is noise alone, but "
-                f"{self.draws.passed_over} before this one did not: to leave draws out by what is in them raises the "
+                "every draw of the loader must become a step, an empty one too, which is noise "
+                "alone, but "
+                f"{self.draws.passed_over} before this one did not: to leave draws out by what is "
+                "in them raises the "
                 "rate of the others; leave out no batch, as by `if len(x) == 0: continue`"
             )
         if self._draw != self.draws.number:
@@ -237,18 +283,28 @@ class Following(DPOptimizer):
                 p.summed_grad = None
             self._draw, self._taken, self._ended = self.draws.number, -1, False
         if self._ended or (batch and batch[0] <= self._taken):
-            raise ValueError("a batch of the loader must be used in one step only, or its examples would count twice")
+            raise ValueError(
+                "a batch of the loader must be used in one step only, or its examples would count "
+                "twice"
+            )
         self._taken = batch[-1] if batch else self._taken
         self._ended = not draw or batch[-1:] == draw[-1:]
         self._step_skip_queue.clear()
         # A loop's autocast would round the clipped gradients while they are added up.
         device = self.params[0].device
-        with torch.autocast(device.type, enabled=False) if autocasts(device) else contextlib.nullcontext():
+        with (
+            torch.autocast(device.type, enabled=False)
+            if autocasts(device)
+            else contextlib.nullcontext()
+        ):
             noisy = super().pre_step(closure)
         if noisy:
             own = {id(p) for p in self.params}
-            for p in (p for group in self.param_groups for p in group["params"] if id(p) not in own):
-                p.grad = None  # what was there before p was frozen, without noise: the step would take it
+            for p in (
+                p for group in self.param_groups for p in group["params"] if id(p) not in own
+            ):
+                # what was there before p was frozen, without noise: the step would take it
+                p.grad = None
             steps, last = self._accountant.steps, self._accountant.steps == self._accountant.planned
             if last:
                 self.look()
@@ -257,10 +313,13 @@ class Following(DPOptimizer):
         return noisy
 
     def _new_state(self):
-        """That of the generator of the noise, in which it has not been before: noise that comes twice is subtracted."""
+        """That of the generator of the noise, in which it has not been before: noise that comes
+        twice is subtracted.
+        """
         if self.generator is not self._noise_from:
             raise ValueError(
-                "generator must stay the one that noise came from when the module was made private, but the "
+                "generator must stay the one that noise came from when the module was made "
+                "private, but the "
                 "optimizer's was exchanged"
             )
         if not isinstance(self.generator, torch.Generator) or not self.ranks.first:
@@ -268,8 +327,10 @@ class Following(DPOptimizer):
         state = hash(self.generator.get_state().cpu().numpy().tobytes())
         if state in self._noise_states:
             raise ValueError(
-                "noise_generator must go on from step to step, but it was set back to where it was before an earlier "
-                "step, as by manual_seed in each epoch: the difference of two steps with the same noise has none"
+                "noise_generator must go on from step to step, but it was set back to where it was "
+                "before an earlier "
+                "step, as by manual_seed in each epoch: the difference of two steps with the same "
+                "noise has none"
             )
         return state
 
@@ -288,7 +349,8 @@ class Following(DPOptimizer):
             _mark_as_processed(p.summed_grad)
 
     def scale_grad(self):
-        # Opacus does this right after the noise. Not in the step hook: one's own takes its place, or fails.
+        # Opacus does this right after the noise. Not in the step hook: one's own takes its place,
+        # or fails.
         self._accountant.step()
         self.draws.step()
         noise_std = self.noise_multiplier * self.max_grad_norm
@@ -306,8 +368,10 @@ class Following(DPOptimizer):
 
 class HooksOptimizer(Following, DPOptimizer):
     def _by_unit(self, samples):
-        """The gradients of rows that were found, [(rows, ...)], as those of the examples that are clipped: of persons,
-        in float32 at least, the sums over their rows, which are formed before any norm is taken."""
+        """The gradients of rows that were found, [(rows, ...)], as those of the examples that are
+        clipped: of persons, in float32 at least, the sums over their rows, which are formed before
+        any norm is taken.
+        """
         if self._noted.sizes is None:
             return samples
         for sample in samples:
@@ -317,16 +381,23 @@ class HooksOptimizer(Following, DPOptimizer):
 
     def clip_and_accumulate(self):
         samples = self._by_unit(self.grad_samples)
-        squares = [squared_norms(g) if len(g) else g.new_zeros(0, dtype=torch.float64) for g in samples]
+        squares = [
+            squared_norms(g) if len(g) else g.new_zeros(0, dtype=torch.float64) for g in samples
+        ]
         norms = added_up(squares).sqrt()
         factors, bad = self.clip_factors(norms), ~norms.isfinite()
         unfit = self._drop(bad)
         for i, (p, sample) in enumerate(zip(self._noted_parameters(), samples)):
             if hasattr(p.grad_sample, "_processed"):
-                raise ValueError("gradients must be cleared between steps: call optimizer.zero_grad() on each")
+                raise ValueError(
+                    "gradients must be cleared between steps: call optimizer.zero_grad() on each"
+                )
             if self.shares is not None:
-                factors = torch.where(bad, 0.0, self.clip_factors(squares[i].sqrt(), self.shares[i]))
-            # Rounded to bfloat16 before the noise, a sum would move by more than the clip norm with one example.
+                factors = torch.where(
+                    bad, 0.0, self.clip_factors(squares[i].sqrt(), self.shares[i])
+                )
+            # Rounded to bfloat16 before the noise, a sum would move by more than the clip norm with
+            # one example.
             sample = sample.to(_wide(p.dtype))
             if unfit:
                 sample = sample.masked_fill(bad.view(-1, *[1] * (sample.ndim - 1)), 0.0)

@@ -16,7 +16,9 @@ from dpcompanion.training.people import Ownership, PersonItems
 
 
 class Options(TypedDict, total=False):
-    """Keywords of `make_private_with_budgets` and `make_private_with_filter`, which say what they mean."""
+    """Keywords of `make_private_with_budgets` and `make_private_with_filter`, which say what they
+    mean.
+    """
 
     batch_first: bool
     loss_reduction: str
@@ -45,13 +47,15 @@ class Settings:
         """What the units of privacy are that a loader's items belong to.
 
         Raises:
-            ValueError: for `people` without `at_most`, of another number of items, or in a mode that cannot take them.
+            ValueError: for `people` without `at_most`, of another number of items, or in a mode
+            that cannot take them.
         """
         rows, people, at_most = len(cast(Sized, loader.dataset)), self.people, self.at_most
         given = isinstance(people, Ownership)
         if (people is not None and not given) != (at_most is not None):
             raise ValueError(
-                "people and at_most must be given both, or neither, as with what by_person gives, which says at_most "
+                "people and at_most must be given both, or neither, as with what by_person gives, "
+                "which says at_most "
                 f"itself, got people={type(people).__name__} and at_most={at_most!r}"
             )
         if self.unit is not None:
@@ -60,25 +64,41 @@ class Settings:
             return Units(rows, len(loader), self.unit or "example")
         if mode == "ghost":
             raise ValueError(
-                "people must be None in ghost mode, which finds the norm of each row's gradient and not that of the "
-                f"sum over a person's rows, got a {type(people).__name__}: use grad_sample_mode='hooks'"
+                "people must be None in ghost mode, which finds the norm of each row's gradient "
+                "and not that of the "
+                f"sum over a person's rows, got a {type(people).__name__}: use "
+                "grad_sample_mode='hooks'"
             )
         if not self.batch_first:
-            raise ValueError(f"people must be None where batch_first is False, got a {type(people).__name__}")
+            raise ValueError(
+                f"people must be None where batch_first is False, got a {type(people).__name__}"
+            )
         if given and len(people.owners) != rows:
-            raise ValueError(f"people must name a person for each of the {rows} items, got {len(people.owners)}")
-        ownership = people if given else Ownership(people, rows, at_most=_checks.whole_number("at_most", at_most, 1))
-        return Units(len(ownership), -(-len(ownership) // loader.batch_size), self.unit or "person", ownership)
+            raise ValueError(
+                f"people must name a person for each of the {rows} items, got {len(people.owners)}"
+            )
+        ownership = (
+            people
+            if given
+            else Ownership(people, rows, at_most=_checks.whole_number("at_most", at_most, 1))
+        )
+        return Units(
+            len(ownership),
+            -(-len(ownership) // loader.batch_size),
+            self.unit or "person",
+            ownership,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """The n units of privacy of a run: the items of its data set, or the persons whose rows they are.
+    """The n units of privacy of a run: the items of its data set, or the persons whose rows they
+    are.
 
     Args:
         n: how many there are.
-        steps_per_epoch: one over the mean rate at which each is sampled. It depends on their number, which is public,
-            and never on that of their rows.
+        steps_per_epoch: one over the mean rate at which each is sampled. It depends on their
+            number, which is public, and never on that of their rows.
         unit: what one of them is called.
         ownership: whose each row is; None where each item is a unit.
     """
@@ -94,7 +114,13 @@ class Units:
         if own is None:
             raise ValueError("people must be given, got None")
         collate = None if loader.collate_fn is default_collate else loader.collate_fn
-        options: dict[str, Any] = {"at_most": own.at_most, "combine": own.combine, "persons": own.persons}
+        options: dict[str, Any] = {
+            "at_most": own.at_most,
+            "combine": own.combine,
+            "persons": own.persons,
+        }
         return PersonItems(
-            Reader(loader.dataset, collate, "data_loader's collate_fn"), own.persons[own.owners], **options
+            Reader(loader.dataset, collate, "data_loader's collate_fn"),
+            own.persons[own.owners],
+            **options,
         )

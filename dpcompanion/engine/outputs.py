@@ -1,6 +1,10 @@
 """What a module puts out, tensors in tuples, dicts and dataclasses, and what comes back to it.
 
->>> map_tensors({"loss": torch.zeros(()), "ids": torch.ones(2).long()}, lambda t: t + 1, torch.is_floating_point)
+>>> map_tensors(
+...     {"loss": torch.zeros(()), "ids": torch.ones(2).long()},
+...     lambda t: t + 1,
+...     torch.is_floating_point,
+... )
 {'loss': tensor(1.), 'ids': tensor([1, 1])}
 """
 
@@ -13,7 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def map_tensors(value, function, which):
-    """A module's outputs with every tensor for which `which` holds exchanged for `function` of it; others stay."""
+    """A module's outputs with every tensor for which `which` holds exchanged for `function` of it;
+    others stay.
+    """
     if torch.is_tensor(value):
         return function(value) if which(value) else value
     if isinstance(value, Mapping):
@@ -42,7 +48,13 @@ def _wrapped(t):
 
 def is_learnt_from(t):
     """Whether a loss of this tensor sends a gradient through it to something else."""
-    return torch.is_tensor(t) and t.requires_grad and t.is_floating_point() and not t.is_leaf and not _wrapped(t)
+    return (
+        torch.is_tensor(t)
+        and t.requires_grad
+        and t.is_floating_point()
+        and not t.is_leaf
+        and not _wrapped(t)
+    )
 
 
 class Output:
@@ -78,7 +90,9 @@ def numbers_in(value):
         value = list(value.values())
     elif dataclasses.is_dataclass(value):
         value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return [t for part in value for t in numbers_in(part)] if isinstance(value, (list, tuple)) else []
+    return (
+        [t for part in value for t in numbers_in(part)] if isinstance(value, (list, tuple)) else []
+    )
 
 
 class Rows:
@@ -87,19 +101,25 @@ class Rows:
     def __init__(self, call, n, dim):
         self._leaves, self._spec = tree_flatten(call)
         self.n, self._dim = n, dim
-        self._mine = [torch.is_tensor(t) and t.ndim > dim and t.shape[dim] == n for t in self._leaves]
+        self._mine = [
+            torch.is_tensor(t) and t.ndim > dim and t.shape[dim] == n for t in self._leaves
+        ]
         self.found = any(self._mine)
 
     def of_another_type(self, types):
         """Tensors of examples that are numbers with a fraction, and of none of the types."""
         return [
-            t for t, mine in zip(self._leaves, self._mine) if mine and t.is_floating_point() and t.dtype not in types
+            t
+            for t, mine in zip(self._leaves, self._mine)
+            if mine and t.is_floating_point() and t.dtype not in types
         ]
 
     def take(self, rows):
         return tree_unflatten(
             [
-                t.detach().index_select(self._dim, torch.tensor(rows, device=t.device)) if mine else t
+                t.detach().index_select(self._dim, torch.tensor(rows, device=t.device))
+                if mine
+                else t
                 for t, mine in zip(self._leaves, self._mine)
             ],
             self._spec,
@@ -112,12 +132,16 @@ def _weights(shape, row, number, like):
 
 
 def weighed(out, row, number):
-    """A random linear function, the same for a row always; a loss that the module itself puts out stays as it is."""
+    """A random linear function, the same for a row always; a loss that the module itself puts out
+    stays as it is.
+    """
     return (out * _weights(out.shape, row, number, out)).sum() if out.ndim else out
 
 
 def parts_of(out, shape, rows, number):
-    """The function of each row's part of what several put out together, (k,); None if there is no telling the parts."""
+    """The function of each row's part of what several put out together, (k,); None if there is no
+    telling the parts.
+    """
     if not out.ndim:
         return out
     if len(rows) == 1:
@@ -125,4 +149,9 @@ def parts_of(out, shape, rows, number):
     axes = [axis for axis, (a, b) in enumerate(zip(out.shape, shape)) if a != b]
     if out.ndim != len(shape) or len(axes) != 1 or out.shape[axes[0]] != len(rows) * shape[axes[0]]:
         return None
-    return torch.stack([weighed(part, row, number) for part, row in zip(out.split(shape[axes[0]], dim=axes[0]), rows)])
+    return torch.stack(
+        [
+            weighed(part, row, number)
+            for part, row in zip(out.split(shape[axes[0]], dim=axes[0]), rows)
+        ]
+    )

@@ -1,4 +1,6 @@
-"""The engine itself: it checks, calibrates, and has a module, an optimizer and a loader put together."""
+"""The engine itself: it checks, calibrates, and has a module, an optimizer and a loader put
+together.
+"""
 
 import io
 import math
@@ -23,7 +25,12 @@ from dpcompanion.engine.randomness import digest, find_keys, keep_keys, note_ori
 from dpcompanion.engine.ranks import check_resumed, on_all_ranks, share_draws
 from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.idp.groups import budgets_for
-from dpcompanion.idp.parameters import Budgets, combined_parameters, sample_parameters, scale_parameters
+from dpcompanion.idp.parameters import (
+    Budgets,
+    combined_parameters,
+    sample_parameters,
+    scale_parameters,
+)
 from dpcompanion.training import distributed
 
 METHODS = ("sample", "scale", "combined")
@@ -35,25 +42,34 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
     """See the module's text.
 
     Args:
-        accountant: "pld" or "rdp": what calibrates the noise and states epsilons, each example's and the largest. The
-            paper's, "rdp", needs more noise for the same targets.
-        secure_mode: True refuses generators of one's own, so that draws and noise come from a cipher for certain (in
-            place of Opacus's secure mode, whose package no longer installs). Without generators they do in any case.
+        accountant: "pld" or "rdp": what calibrates the noise and states epsilons, each example's
+            and the largest. The paper's, "rdp", needs more noise for the same targets.
+        secure_mode: True refuses generators of one's own, so that draws and noise come from a
+            cipher for certain (in place of Opacus's secure mode, whose package no longer installs).
+            Without generators they do in any case.
 
-    Its epsilons are about neighbours of the same number of examples, one of whose gradients are zero in one of them
-    (zero-out); `statement` says it in full.
+    Its epsilons are about neighbours of the same number of examples, one of whose gradients are
+    zero in one of them (zero-out); `statement` says it in full.
 
-    Once the module was made private, `sample_rates`, `max_grad_norms` and `noise_multipliers`, (n,) float64,
-    say what each example gets; the last is the noise over its own clip norm.
+    Once the module was made private, `sample_rates`, `max_grad_norms` and `noise_multipliers`, (n,)
+    float64, say what each example gets; the last is the noise over its own clip norm.
 
-    >>> import warnings; warnings.simplefilter("ignore")
+    >>> import warnings
+    ...
+    ... warnings.simplefilter("ignore")
     >>> model = torch.nn.Linear(5, 2)
     >>> data = torch.utils.data.TensorDataset(torch.randn(100, 5), torch.randint(2, (100,)))
     >>> engine = IndividualizedPrivacyEngine()
     >>> model, optimizer, loader = engine.make_private_with_budgets(
-    ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-    ...     data_loader=torch.utils.data.DataLoader(data, batch_size=20), target_epsilons=[1.0] * 70 + [3.0] * 30,
-    ...     target_delta=1e-5, epochs=3, max_grad_norm=1.0, method="scale")
+    ...     module=model,
+    ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     data_loader=torch.utils.data.DataLoader(data, batch_size=20),
+    ...     target_epsilons=[1.0] * 70 + [3.0] * 30,
+    ...     target_delta=1e-5,
+    ...     epochs=3,
+    ...     max_grad_norm=1.0,
+    ...     method="scale",
+    ... )
     >>> for epoch in range(3):
     ...     for x, y in loader:
     ...         optimizer.zero_grad()
@@ -75,12 +91,15 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
 
     @property
     def persons(self) -> Any:
-        """The names of the persons, (n,), in the order of budgets and epsilons; None where each item is an example."""
+        """The names of the persons, (n,), in the order of budgets and epsilons; None where each
+        item is an example.
+        """
         return None if self.people is None else self.people.persons
 
     def make_private(self, **_: Any) -> NoReturn:
         raise ValueError(
-            "IndividualizedPrivacyEngine needs budgets: call make_private_with_budgets, or use opacus.PrivacyEngine"
+            "IndividualizedPrivacyEngine needs budgets: call make_private_with_budgets, or use "
+            "opacus.PrivacyEngine"
         )
 
     make_private_with_epsilon = make_private
@@ -106,77 +125,93 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         clipping: str = "flat",
         **options: Unpack[Options],
     ) -> Any:
-        """Model, optimizer and loader (with a criterion, and in ghost mode, that before the loader) that spend each
-        budget in `epochs`.
+        """Model, optimizer and loader (with a criterion, and in ghost mode, that before the loader)
+        that spend each budget in `epochs`.
 
         Args:
             module: the model, which must treat examples one by one.
-            optimizer: a torch.optim optimizer of all trainable parameters of the module; freeze the others beforehand.
-            data_loader: of a map-style data set. It says the mean rate, 1 / len(data_loader), and is replaced by one
-                with Poisson draws, shuffled or not. Its `generator`, if it has one, seeds that of the draws. Worker
-                processes read the examples of one batch side by side; they do not read ahead.
-            target_epsilons: (n,) budgets, one for each example of the data set, in its order, or for each person, in
-                that of `persons`; one number for all; or {budget: share}, which is dealt out by a fixed permutation
-                (`dpcompanion.idp.budgets_for`).
+            optimizer: a torch.optim optimizer of all trainable parameters of the module; freeze the
+            others beforehand.
+            data_loader: of a map-style data set. It says the mean rate, 1 / len(data_loader), and
+                is replaced by one with Poisson draws, shuffled or not. Its `generator`, if it has
+                one, seeds that of the draws. Worker processes read the examples of one batch side
+                by side; they do not read ahead.
+            target_epsilons: (n,) budgets, one for each example of the data set, in its order, or
+                for each person, in that of `persons`; one number for all; or {budget: share}, which
+                is dealt out by a fixed permutation (`dpcompanion.idp.budgets_for`).
             target_delta: in (0, 1).
             epochs: an epoch has len(data_loader) steps.
-            max_grad_norm: the mean clip norm; with per-layer clipping a list of them, one for each trainable
-                parameter in the order of module.parameters(), whose Euclidean norm is the mean clip norm.
+            max_grad_norm: the mean clip norm; with per-layer clipping a list of them, one for each
+                trainable parameter in the order of module.parameters(), whose Euclidean norm is the
+                mean clip norm.
             method: "sample", "scale" or "combined", this one with `sample_weight` in [0, 1].
-            noise_range: (low, high) for the noise multiplier of "sample", fixed before the budgets are known: it
-                bounds what others' budgets can do to one's risk (`dpcompanion.idp.sample_parameters`).
-            criterion: a loss of outputs and targets: a module or function with a `reduction`, which the engine calls
-                without, or a function to (n,). Class weights and `ignore_index` are allowed: of one example's tokens
-                the mean counts those that are not ignored. With it a criterion is returned before the loader, in every
-                mode, through which every loss must come. In ghost mode it is cross entropy by default; else, without
+            noise_range: (low, high) for the noise multiplier of "sample", fixed before the budgets
+                are known: it bounds what others' budgets can do to one's risk
+                (`dpcompanion.idp.sample_parameters`).
+            criterion: a loss of outputs and targets: a module or function with a `reduction`, which
+                the engine calls without, or a function to (n,). Class weights and `ignore_index`
+                are allowed: of one example's tokens the mean counts those that are not ignored.
+                With it a criterion is returned before the loader, in every mode, through which
+                every loss must come. In ghost mode it is cross entropy by default; else, without
                 one, the loop's own loss must be a standard one (`dpcompanion.engine.losses`).
-            batch_first: whether inputs have the examples along their first axis, or else along their second.
-            loss_reduction: "mean" or "sum", what the loop's loss (or the criterion that is returned) makes of the
-                examples' losses. A mean is one over all of them: what divides by the weights or tokens of a batch is
-                refused at the step.
-            seed: None, for a model that is released: noise and draws come from ciphers under keys of 256 bits that the
-                operating system draws (`dpcompanion.mechanism.secure`). Or a whole number below 2^1024, for research:
-                the keys are hashed from it, as in `dpcompanion.training.train`: anyone who knows it can subtract the
-                noise.
-            noise_generator: in place of a seed, a `torch.Generator`: noise comes from it, draws from one that it seeds.
-            grad_sample_mode: "hooks", "functorch", "ew" or "ghost". Small rates make empty batches, which
-                every mode takes and a loop may not leave out; with wrap_model=False the model must take them itself.
-                In "ghost" parameters are of float32 or float64.
-            clipping: "flat", or "per_layer" (not in ghost mode): an example's norm for a parameter is its own clip
-                norm times the parameter's share of the mean.
-            wrap_model: False leaves the module as it is and returns Opacus's hooks in its place (not in "ew" mode).
-            prove: False leaves out the proof with the first batches, and takes it on your word that the module treats
-                examples one by one and uses every weight in its layer only.
-            trust_loss: True leaves the loop's loss unchecked. If it is no mean (or sum) of losses of which each depends
-                on one example, no epsilon holds; `statement` says that your word was taken.
-            people: None where each item of the data set is an example. Or who each item belongs to, (rows,), by names
-                of any type that `dpcompanion.training.by_person` takes: then draws, clip norms, budgets and epsilons
-                are of persons. A person's gradient is the mean over at most `at_most` of their rows, formed before it
-                is clipped, once; of a person with more rows, so many are drawn anew for each draw, by the run's own
-                stream (`dpcompanion.training.people`). The loader's batch_size counts persons: the mean rate is
-                1 / ceil(n / batch_size) for n persons, and an epoch has so many steps. It hands out rows, a person's
-                one after the other. Opacus's memory manager cuts a draw between persons, and counts these. Not in
-                ghost mode. Or what `dpcompanion.training.by_person` gives of the same rows, which knows persons
-                without rows, too, and sums in place of means.
-            at_most: with people, how many rows of a person enter a step at most; by_person says it itself.
-            unit: what one of the n is called in statements, such as "patient"; "person" by default with people, else
-                "example".
+            batch_first: whether inputs have the examples along their first axis, or else along
+            their second.
+            loss_reduction: "mean" or "sum", what the loop's loss (or the criterion that is
+                returned) makes of the examples' losses. A mean is one over all of them: what
+                divides by the weights or tokens of a batch is refused at the step.
+            seed: None, for a model that is released: noise and draws come from ciphers under keys
+                of 256 bits that the operating system draws (`dpcompanion.mechanism.secure`). Or a
+                whole number below 2^1024, for research: the keys are hashed from it, as in
+                `dpcompanion.training.train`: anyone who knows it can subtract the noise.
+            noise_generator: in place of a seed, a `torch.Generator`: noise comes from it, draws
+            from one that it seeds.
+            grad_sample_mode: "hooks", "functorch", "ew" or "ghost". Small rates make empty batches,
+                which every mode takes and a loop may not leave out; with wrap_model=False the model
+                must take them itself. In "ghost" parameters are of float32 or float64.
+            clipping: "flat", or "per_layer" (not in ghost mode): an example's norm for a parameter
+                is its own clip norm times the parameter's share of the mean.
+            wrap_model: False leaves the module as it is and returns Opacus's hooks in its place
+            (not in "ew" mode).
+            prove: False leaves out the proof with the first batches, and takes it on your word that
+                the module treats examples one by one and uses every weight in its layer only.
+            trust_loss: True leaves the loop's loss unchecked. If it is no mean (or sum) of losses
+                of which each depends on one example, no epsilon holds; `statement` says that your
+                word was taken.
+            people: None where each item of the data set is an example. Or who each item belongs to,
+                (rows,), by names of any type that `dpcompanion.training.by_person` takes: then
+                draws, clip norms, budgets and epsilons are of persons. A person's gradient is the
+                mean over at most `at_most` of their rows, formed before it is clipped, once; of a
+                person with more rows, so many are drawn anew for each draw, by the run's own stream
+                (`dpcompanion.training.people`). The loader's batch_size counts persons: the mean
+                rate is 1 / ceil(n / batch_size) for n persons, and an epoch has so many steps. It
+                hands out rows, a person's one after the other. Opacus's memory manager cuts a draw
+                between persons, and counts these. Not in ghost mode. Or what
+                `dpcompanion.training.by_person` gives of the same rows, which knows persons without
+                rows, too, and sums in place of means.
+            at_most: with people, how many rows of a person enter a step at most; by_person says it
+            itself.
+            unit: what one of the n is called in statements, such as "patient"; "person" by default
+                with people, else "example".
 
         Raises:
-            ValueError: bad input; budgets that cannot be met; and what would void the account: a sampler of one's own,
-                a collate_fn that changes the order, drop_last, an iterable data set, a module that is spread over
-                processes (``DistributedDataParallel``, ``fully_shard``) or holds DTensors, an engine
-                that has taken steps. A second call before any step replaces the first, whose optimizer then takes no
-                step.
-            ValueError: Opacus's `UnsupportedModuleError`, which is one, for a module that mixes examples, here
-                for layers that do, at the first forward pass for any other; or whose norms are not whole.
-            ValueError: at the step, for a loss that mixes examples, as with class weights, or that is not known to be a
-                mean (or sum) of one number an example.
+            ValueError: bad input; budgets that cannot be met; and what would void the account: a
+                sampler of one's own, a collate_fn that changes the order, drop_last, an iterable
+                data set, a module that is spread over processes (``DistributedDataParallel``,
+                ``fully_shard``) or holds DTensors, an engine that has taken steps. A second call
+                before any step replaces the first, whose optimizer then takes no step.
+            ValueError: Opacus's `UnsupportedModuleError`, which is one, for a module that mixes
+                examples, here for layers that do, at the first forward pass for any other; or whose
+                norms are not whole.
+            ValueError: at the step, for a loss that mixes examples, as with class weights, or that
+                is not known to be a mean (or sum) of one number an example.
         """
         _checks.one_of("method", method, METHODS)
         _checks.one_of("clipping", clipping, CLIPPINGS)
         if grad_sample_mode == "ghost" and clipping == "per_layer":
-            raise ValueError("clipping must be 'flat' in ghost mode, which knows no norms of layers, got 'per_layer'")
+            raise ValueError(
+                "clipping must be 'flat' in ghost mode, which knows no norms of layers, got "
+                "'per_layer'"
+            )
         if (sample_weight is not None) != (method == "combined"):
             raise ValueError(
                 f"sample_weight must be given with the method 'combined' and only then, got "
@@ -184,14 +219,21 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             )
         if noise_range is not None and method != "sample":
             raise ValueError(
-                f"noise_range must be None with the method {method!r}, got {noise_range!r}: it is for 'sample'"
+                f"noise_range must be None with the method {method!r}, got {noise_range!r}: it is "
+                "for 'sample'"
             )
         settings = Settings(**options)
         units = self._check(module, optimizer, data_loader, grad_sample_mode, settings)
-        n, length, epochs = units.n, units.steps_per_epoch, _checks.whole_number("epochs", epochs, 1)
+        n, length, epochs = (
+            units.n,
+            units.steps_per_epoch,
+            _checks.whole_number("epochs", epochs, 1),
+        )
         budgets = budgets_for(target_epsilons, n)
         max_grad_norm, shares = clip_norms_of(max_grad_norm, clipping, module)
-        streams, origin = sources(data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode)
+        streams, origin = sources(
+            data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode
+        )
         run = {
             "target_delta": target_delta,
             "sample_rate": 1 / length,
@@ -200,12 +242,15 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         }
         if target_delta >= 1 / n:
             warnings.warn(
-                f"target_delta must be below 1 / n = {1 / n:.3g} to mean anything, got {target_delta:g}: a mechanism "
+                f"target_delta must be below 1 / n = {1 / n:.3g} to mean anything, got "
+                f"{target_delta:g}: a mechanism "
                 f"that publishes one {units.unit} in full has such a delta",
                 UserWarning,
                 stacklevel=3,
             )
-        multiplier = self._calibrate(method, budgets, run, max_grad_norm, sample_weight, noise_range)
+        multiplier = self._calibrate(
+            method, budgets, run, max_grad_norm, sample_weight, noise_range
+        )
         fixed = FixedBudgets(
             rates=self.sample_rates,
             norms=self.max_grad_norms,
@@ -252,50 +297,70 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         grad_sample_mode: str = "hooks",
         **options: Unpack[Options],
     ) -> Any:
-        """Model, optimizer and loader (with a criterion, and in ghost mode, that before the loader) of a run in which
-        a filter charges every example for each step, and no budget is exceeded whatever their gradients do.
+        """Model, optimizer and loader (with a criterion, and in ghost mode, that before the loader)
+        of a run in which a filter charges every example for each step, and no budget is exceeded
+        whatever their gradients do.
 
-        Norms of all examples are measured now and then. An example is clipped to what the filter makes of its norm
-        and its budget covers; one with nothing left is clipped to 0, and has left. Rate, noise, clip norm and budgets
-        are those of the filter, and so are the epsilons that the engine states: the promise, which holds from the
-        start. `filter.spent` is what was spent.
+        Norms of all examples are measured now and then. An example is clipped to what the filter
+        makes of its norm and its budget covers; one with nothing left is clipped to 0, and has
+        left. Rate, noise, clip norm and budgets are those of the filter, and so are the epsilons
+        that the engine states: the promise, which holds from the start. `filter.spent` is what was
+        spent.
 
         Args:
             module: the model, which must treat examples one by one.
-            optimizer: a torch.optim optimizer of all trainable parameters of the module; freeze the others beforehand.
-            data_loader: of a map-style data set; replaced by one with Poisson draws, shuffled or not. Its `generator`,
-                if it has one, seeds that of the draws. Worker processes read the examples of one batch side by side;
-                they do not read ahead.
-            filter: a `dpcompanion.filters.ExactFilter` or `RenyiFilter` of the data set's examples, in its order, or
-                of its persons, with the loader's rate, 1 / len(data_loader), of persons 1 / ceil(n / batch_size). With
-                different targets, different people have different budgets.
+            optimizer: a torch.optim optimizer of all trainable parameters of the module; freeze the
+            others beforehand.
+            data_loader: of a map-style data set; replaced by one with Poisson draws, shuffled or
+                not. Its `generator`, if it has one, seeds that of the draws. Worker processes read
+                the examples of one batch side by side; they do not read ahead.
+            filter: a `dpcompanion.filters.ExactFilter` or `RenyiFilter` of the data set's examples,
+                in its order, or of its persons, with the loader's rate, 1 / len(data_loader), of
+                persons 1 / ceil(n / batch_size). With different targets, different people have
+                different budgets.
             epochs: an epoch has len(data_loader) steps.
-            loss: (outputs, targets) -> (n,), such as `dpcompanion.training.cross_entropy`, by which norms are measured;
-                the loader's batches are then pairs, (inputs, targets).
-            norms: or else a function that is called without arguments and gives the norms itself, (n,); that of an
-                example must depend on the weights and on this example alone. It may use the module itself, which is in
-                evaluation mode then, and keeps nothing of it.
-            updates_per_epoch: measurements an epoch, above 0; from len(data_loader) on there is one before each step.
-            criterion, seed, noise_generator, grad_sample_mode, batch_first, loss_reduction, wrap_model: as in
-                `make_private_with_budgets`.
-            prove, trust_loss, people, at_most, unit: as there. A person's norm is measured at a choice of their rows.
+            loss: (outputs, targets) -> (n,), such as `dpcompanion.training.cross_entropy`, by which
+                norms are measured; the loader's batches are then pairs, (inputs, targets).
+            norms: or else a function that is called without arguments and gives the norms itself,
+                (n,); that of an example must depend on the weights and on this example alone. It
+                may use the module itself, which is in evaluation mode then, and keeps nothing of
+                it.
+            updates_per_epoch: measurements an epoch, above 0; from len(data_loader) on there is one
+            before each step.
+            criterion, seed, noise_generator, grad_sample_mode, batch_first, loss_reduction,
+                wrap_model: as in `make_private_with_budgets`.
+            prove, trust_loss, people, at_most, unit: as there. A person's norm is measured at a
+            choice of their rows.
 
         Raises:
-            ValueError: bad input; a filter of another rate or number of examples; and what would void the account: a
-                sampler of one's own, a collate_fn that changes the order, drop_last, an iterable data set, a
-                distributed module, a module that mixes examples or whose norms are not whole, an engine that has taken
-                steps.
+            ValueError: bad input; a filter of another rate or number of examples; and what would
+                void the account: a sampler of one's own, a collate_fn that changes the order,
+                drop_last, an iterable data set, a distributed module, a module that mixes examples
+                or whose norms are not whole, an engine that has taken steps.
 
         >>> from dpcompanion.filters import ExactFilter
         >>> from dpcompanion.training import cross_entropy
         >>> model = torch.nn.Linear(5, 2)
         >>> data = torch.utils.data.TensorDataset(torch.randn(100, 5), torch.randint(2, (100,)))
-        >>> filter = ExactFilter(100, sample_rate=0.2, noise_multiplier=2.0, max_grad_norm=1.0, levels=[0.5, 1.0],
-        ...                      costs=[1, 4], budget=20, steps=15)
+        >>> filter = ExactFilter(
+        ...     100,
+        ...     sample_rate=0.2,
+        ...     noise_multiplier=2.0,
+        ...     max_grad_norm=1.0,
+        ...     levels=[0.5, 1.0],
+        ...     costs=[1, 4],
+        ...     budget=20,
+        ...     steps=15,
+        ... )
         >>> engine = IndividualizedPrivacyEngine()
         >>> model, optimizer, loader = engine.make_private_with_filter(
-        ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), filter=filter, epochs=3,
-        ...     data_loader=torch.utils.data.DataLoader(data, batch_size=20), loss=cross_entropy)
+        ...     module=model,
+        ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     filter=filter,
+        ...     epochs=3,
+        ...     data_loader=torch.utils.data.DataLoader(data, batch_size=20),
+        ...     loss=cross_entropy,
+        ... )
         >>> for epoch in range(3):
         ...     for x, y in loader:
         ...         optimizer.zero_grad()
@@ -305,10 +370,14 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         (True, 15)
         """
         if not isinstance(filter, (ExactFilter, RenyiFilter)):
-            raise ValueError(f"filter must be an ExactFilter or a RenyiFilter, got {type(filter).__name__}")
+            raise ValueError(
+                f"filter must be an ExactFilter or a RenyiFilter, got {type(filter).__name__}"
+            )
         if (loss is None) == (norms is None):
             both = "neither" if loss is None else "both"
-            raise ValueError(f"either loss or norms must be given, by which gradients are measured, got {both}")
+            raise ValueError(
+                f"either loss or norms must be given, by which gradients are measured, got {both}"
+            )
         settings = Settings(**options)
         if loss is not None and not settings.batch_first:
             raise ValueError("norms must be given where batch_first is False, got loss")
@@ -317,16 +386,25 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         epochs = _checks.whole_number("epochs", epochs, 1)
         updates = _checks.number("updates_per_epoch", updates_per_epoch, 0, closed="neither")
         if filter.n != n:
-            raise ValueError(f"filter must be one of the data set's {n} {units.unit}s, got one of {filter.n}")
+            raise ValueError(
+                f"filter must be one of the data set's {n} {units.unit}s, got one of {filter.n}"
+            )
         if not math.isclose(filter.sample_rate * length, 1, rel_tol=1e-9):
-            raise ValueError(f"filter must have the run's sample_rate, 1 / {length}, got {filter.sample_rate:g}")
-        streams, origin = sources(data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode)
+            raise ValueError(
+                f"filter must have the run's sample_rate, 1 / {length}, got {filter.sample_rate:g}"
+            )
+        streams, origin = sources(
+            data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode
+        )
         full = torch.ones(n, dtype=torch.float64)
         self.sample_rates, self.max_grad_norms, self.noise_multipliers = (
-            value * full for value in (filter.sample_rate, filter.max_grad_norm, filter.noise_multiplier)
+            value * full
+            for value in (filter.sample_rate, filter.max_grad_norm, filter.noise_multiplier)
         )
         every = max(1, math.floor(length / updates))
-        budgets = FilteredBudgets(filter, norms, every=every, planned=epochs * length, unit=units.unit)
+        budgets = FilteredBudgets(
+            filter, norms, every=every, planned=epochs * length, unit=units.unit
+        )
         self.people = units.ownership
         made = assemble(
             self,
@@ -350,7 +428,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             budgets.measure = GivenNorms(follower, norms)
         elif units.ownership is not None:
             persons = units.examples(data_loader)
-            budgets.measure = PersonNorms(follower.hooks, loss, persons, choice=follower.choice, **passes)
+            budgets.measure = PersonNorms(
+                follower.hooks, loss, persons, choice=follower.choice, **passes
+            )
         else:
             rows = data_loader.dataset, data_loader.collate_fn
             budgets.measure = GradientNorms(follower.hooks, loss, *rows, **passes)
@@ -360,9 +440,14 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         """What the units of the run are, if nothing voids its account."""
         _checks.one_of("grad_sample_mode", grad_sample_mode, MODES)
         if not settings.wrap_model and grad_sample_mode == "ew":
-            raise ValueError("wrap_model must be True with grad_sample_mode 'ew', which has no hooks, got False")
+            raise ValueError(
+                "wrap_model must be True with grad_sample_mode 'ew', which has no hooks, got False"
+            )
         if self.accountant.steps:
-            raise ValueError(f"this engine has already accounted for {self.accountant.steps} steps; use a new one")
+            raise ValueError(
+                f"this engine has already accounted for {self.accountant.steps} steps; use a new "
+                "one"
+            )
         check_loader(data_loader)
         check_module(self, module, optimizer, grad_sample_mode)
         return settings.units_of(data_loader, grad_sample_mode)
@@ -372,7 +457,11 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         counts, full = torch.ones_like(budgets), torch.ones_like(budgets)
         if method == "sample":
             found = sample_parameters(budgets, counts, noise_range=noise_range, **run)
-            rates, norms, noises = found.sample_rates, max_grad_norm * full, found.noise_multiplier * full
+            rates, norms, noises = (
+                found.sample_rates,
+                max_grad_norm * full,
+                found.noise_multiplier * full,
+            )
         else:
             if method == "scale":
                 found = scale_parameters(budgets, counts, max_grad_norm=max_grad_norm, **run)
@@ -387,20 +476,22 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         return found.noise_multiplier
 
     def save_checkpoint(self, *, path: Any, **options: Any) -> None:
-        """As in Opacus, in a file that is written whole or not at all, under a sha256 of its bytes: one that was
-        damaged could say fewer steps than were taken.
+        """As in Opacus, in a file that is written whole or not at all, under a sha256 of its bytes:
+        one that was damaged could say fewer steps than were taken.
 
-        The keys of draws and noise, if they come from ciphers, lie beside the file until the budgets are spent, in one
-        of the same name and ".key" that only its owner can read: whoever reads it can subtract the noise. Those of a
-        seed do not, and a seed that was used on other data, with a checkpoint in the same folder, is warned of. An open
-        file has nothing beside it. Data sets are told apart by the tensors and arrays that they hold (TensorDataset's;
+        The keys of draws and noise, if they come from ciphers, lie beside the file until the
+        budgets are spent, in one of the same name and ".key" that only its owner can read: whoever
+        reads it can subtract the noise. Those of a seed do not, and a seed that was used on other
+        data, with a checkpoint in the same folder, is warned of. An open file has nothing beside
+        it. Data sets are told apart by the tensors and arrays that they hold (TensorDataset's;
         `data` and `targets`, as in torchvision), else by type and length alone.
 
-        A batch that was fetched and took no step yet is fetched again by the run that goes on. On several processes
-        rank 0 writes, and the others only look whether all is well.
+        A batch that was fetched and took no step yet is fetched again by the run that goes on. On
+        several processes rank 0 writes, and the others only look whether all is well.
 
         Raises:
-            ValueError: a `checkpoint_dict` of other things than numbers, text, tensors, and lists and dicts of them.
+            ValueError: a `checkpoint_dict` of other things than numbers, text, tensors, and lists
+            and dicts of them.
         """
         self.accountant.look()
         if self.accountant.follower is not None and not self.accountant.follower.ranks.first:
@@ -411,23 +502,29 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             content = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
         except pickle.UnpicklingError as error:
             raise ValueError(
-                "checkpoint_dict and states must hold numbers, text, tensors, and lists and dicts of them, which can "
+                "checkpoint_dict and states must hold numbers, text, tensors, and lists and dicts "
+                "of them, which can "
                 f"be read back without running code, but {error!s:.200}"
             ) from error
         content["data"] = digest(self.dataset, self.people)
         note_origin(path, self.accountant.origin, content["data"])
         if self.accountant.origin is None:
-            keep_keys(path, self.accountant.generators(), ended=self.accountant.steps >= self.accountant.planned)
+            keep_keys(
+                path,
+                self.accountant.generators(),
+                ended=self.accountant.steps >= self.accountant.planned,
+            )
         write_sealed(path, content)
 
     def load_checkpoint(self, *, path: Any, **options: Any) -> Any:
-        """As in Opacus. Without its keys, or on other data, the run goes on with new ones, and a warning: as private,
-        but not the same. Data sets are told apart as far as `save_checkpoint` can. A batch that was fetched before can
-        take no step any more. On several processes each loads it, and rank 0 alone reads the key of the noise.
+        """As in Opacus. Without its keys, or on other data, the run goes on with new ones, and a
+        warning: as private, but not the same. Data sets are told apart as far as `save_checkpoint`
+        can. A batch that was fetched before can take no step any more. On several processes each
+        loads it, and rank 0 alone reads the key of the noise.
 
         Raises:
-            ValueError: a file that is not as `save_checkpoint` wrote it, or that is of another run, of earlier steps,
-                or of more steps than the budgets were made for.
+            ValueError: a file that is not as `save_checkpoint` wrote it, or that is of another run,
+                of earlier steps, or of more steps than the budgets were made for.
         """
         follower = self.accountant.follower
         ranks = distributed.current() if follower is None else follower.ranks
@@ -438,18 +535,27 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             found = super().load_checkpoint(path=buffer, **options)
             check_resumed(self)
             if self.accountant.origin is None and self.accountant.steps < self.accountant.planned:
-                keys, same = found["privacy_accountant_state_dict"]["generators"], digest(self.dataset, self.people)
+                keys, same = (
+                    found["privacy_accountant_state_dict"]["generators"],
+                    digest(self.dataset, self.people),
+                )
                 if ranks.first:
-                    find_keys(path, self.accountant.generators(), keys, same_data=found.get("data") == same)
+                    find_keys(
+                        path,
+                        self.accountant.generators(),
+                        keys,
+                        same_data=found.get("data") == same,
+                    )
                 share_draws(self)
         return found
 
     def statement(self) -> str:
-        """What an epsilon of this run is about, in the words of `dpcompanion.training.DPSGDPlan.statement`: relation,
-        public constants, sampler, noise, and delta, accountant and epsilons, or what the filter promised: its epsilons
-        at the delta of its targets, if it was made for targets. It is of the steps that were taken; before the first,
-        of those that are planned. It says so if the noise came from a seed, and with trust_loss=True that the loss was
-        not checked; after too little noise that no epsilon holds.
+        """What an epsilon of this run is about, in the words of
+        `dpcompanion.training.DPSGDPlan.statement`: relation, public constants, sampler, noise, and
+        delta, accountant and epsilons, or what the filter promised: its epsilons at the delta of
+        its targets, if it was made for targets. It is of the steps that were taken; before the
+        first, of those that are planned. It says so if the noise came from a seed, and with
+        trust_loss=True that the loss was not checked; after too little noise that no epsilon holds.
 
         Raises:
             ValueError: before the module was made private.
@@ -457,22 +563,24 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         return self.accountant.statement()
 
     def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
-        """What the run counts as in `accounting.Ledger.add`: all planned steps, or those that were taken if they are
-        more, for each example (person); with a filter what it promised at `delta`.
+        """What the run counts as in `accounting.Ledger.add`: all planned steps, or those that were
+        taken if they are more, for each example (person); with a filter what it promised at
+        `delta`.
 
         Raises:
-            ValueError: before the module was made private, after too little noise, and for a delta that is missing
-                with a filter, or given without.
+            ValueError: before the module was made private, after too little noise, and for a delta
+                that is missing with a filter, or given without.
         """
         return self.accountant.ledger_entry(delta)
 
     def get_epsilons(self, delta: float) -> torch.Tensor:
-        """Epsilon of each example (person) after the steps so far, (n,) float64: an upper bound for real numbers, inf
-        after too little noise. What floats add to a sum is counted by `dpcompanion.training.train` alone.
+        """Epsilon of each example (person) after the steps so far, (n,) float64: an upper bound for
+        real numbers, inf after too little noise. What floats add to a sum is counted by
+        `dpcompanion.training.train` alone.
 
-        With a filter it is the filter's promise. By "pld", examples of more than 256 different parameters take the
-        epsilon of one that has no less; before the planned end and at the target delta none is said to exceed its
-        budget, which holds by calibration.
+        With a filter it is the filter's promise. By "pld", examples of more than 256 different
+        parameters take the epsilon of one that has no less; before the planned end and at the
+        target delta none is said to exceed its budget, which holds by calibration.
 
         Raises:
             FloatingPointError: in ghost mode on a GPU, where a step's sum was not finite.

@@ -1,31 +1,35 @@
-r"""Is each example's gradient, as Opacus finds it, its own?  Proved with the examples of the first batches.
+r"""Is each example's gradient, as Opacus finds it, its own? Proved with the examples of the first
+batches.
 
-Opacus looks at layers: it multiplies what goes into a layer with the gradient that comes back to it.  A module may do
-what that does not see: use a weight outside of its layer, or mix examples by a function that is no layer.  So before
-the first forward pass some examples of the batch are put through the module together, by Opacus, and one by one, by
-plain autograd.  What Opacus says of each must be what autograd says of it alone; then norms are whole, and an example
-has no influence on the gradient of another.
+Opacus looks at layers: it multiplies what goes into a layer with the gradient that comes back to
+it. A module may do what that does not see: use a weight outside of its layer, or mix examples by a
+function that is no layer. So before the first forward pass some examples of the batch are put
+through the module together, by Opacus, and one by one, by plain autograd. What Opacus says of each
+must be what autograd says of it alone; then norms are whole, and an example has no influence on the
+gradient of another.
 
-* Each is put through in three companies: alone, with a few others, and in the whole batch, at whose size the step is
-  taken. The examples are those with the largest gradients among a probe that is spread over the batch. The loss is a
-  random linear function of the outputs: no example is well fitted by it.
-* One whose gradient alone is 0, or not finite, must be so in the whole batch too: the standard deviation of one row is
-  no number, and of its difference from the mean nothing is left. Where hardly any other is in the probe, all of the
-  batch are looked at.
-* The gradient is compared in whole and parameter by parameter, each against its own length: what is off in a short part
-  of it is off in full when it has grown.
-* All is done twice, with the weights as they are and with weights nearby (and one of the few less), as by the trainer's
-  proof (`dpcompanion.gradients.proof`), whose probe and tolerances these are: behind a weight of zero or nearly so, as
-  in residual blocks at their start, a wrong gradient looks right.
+* Each is put through in three companies: alone, with a few others, and in the whole batch, at whose
+  size the step is taken. The examples are those with the largest gradients among a probe that is
+  spread over the batch. The loss is a random linear function of the outputs: no example is well
+  fitted by it.
+* One whose gradient alone is 0, or not finite, must be so in the whole batch too: the standard
+  deviation of one row is no number, and of its difference from the mean nothing is left. Where
+  hardly any other is in the probe, all of the batch are looked at.
+* The gradient is compared in whole and parameter by parameter, each against its own length: what is
+  off in a short part of it is off in full when it has grown.
+* All is done twice, with the weights as they are and with weights nearby (and one of the few less),
+  as by the trainer's proof (`dpcompanion.gradients.proof`), whose probe and tolerances these are:
+  behind a weight of zero or nearly so, as in residual blocks at their start, a wrong gradient looks
+  right.
 * What the module puts out for one example is the same afterwards: it remembers no batch.
 * Dropout is left out. The state of generators, buffers and gradients is afterwards what it was.
 
-An example by itself has no company, so a proof takes a batch of two. It is made again with a batch of twice the size,
-and with the next batch when what says which code runs has changed (`dpcompanion.gradients.states`): a layer that was in
-evaluation mode while the proof looked may do anything when it wakes.  Attributes that are numbers may count passes: at
-their changes 1, 2, 4, 8, ... it is made again.
-Without it no step is taken of more than one example: where inputs do not say which rows are examples, it takes
-prove=False, and your word.
+An example by itself has no company, so a proof takes a batch of two. It is made again with a batch
+of twice the size, and with the next batch when what says which code runs has changed
+(`dpcompanion.gradients.states`): a layer that was in evaluation mode while the proof looked may do
+anything when it wakes. Attributes that are numbers may count passes: at their changes 1, 2, 4, 8,
+... it is made again. Without it no step is taken of more than one example: where inputs do not say
+which rows are examples, it takes prove=False, and your word.
 """
 
 import contextlib
@@ -49,7 +53,15 @@ from dpcompanion.gradients.tensors import added_up, tolerances
 from dpcompanion.gradients.traces import buffers_kept, drawing_alike
 from dpcompanion.training import distributed
 
-_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
+_DROPOUTS = {
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+}
 
 
 class Proof:
@@ -58,12 +70,14 @@ class Proof:
     Args:
         hooks: what Opacus made of the module.
         watched: the module that the training loop calls.
-        batch_first: whether inputs have the examples along their first axis, or else along their second.
+        batch_first: whether inputs have the examples along their first axis, or else along their
+        second.
         loss_reduction: "mean" or "sum", what the loop's loss makes of the examples' losses.
         ghost: whether Opacus finds norms only.
         batch_size: called, it gives the number of examples that the loader handed out last.
-        own_loss: of a number that the module puts out for a whole batch (its own loss), None if the loop cannot use it;
-            True if it may, whatever it is; False if its use is refused once it is known to mix examples.
+        own_loss: of a number that the module puts out for a whole batch (its own loss), None if the
+            loop cannot use it; True if it may, whatever it is; False if its use is refused once it
+            is known to mix examples.
     """
 
     #: Those whom an error ends, too.
@@ -96,7 +110,8 @@ class Proof:
     def _look(self, module, args, kwargs):
         if self.busy or not torch.is_grad_enabled() or not (n := self._batch_size()):
             return
-        if not module.training and hasattr(self._hooks, "hooks_enabled"):  # Opacus's hooks look away
+        # Opacus's hooks look away
+        if not module.training and hasattr(self._hooks, "hooks_enabled"):
             return
         check_trained(self._inner, self._trained)
         if self._state is not None and self._state.has_changed(self._inner):
@@ -123,9 +138,12 @@ class Proof:
             raise
         except Exception as error:
             raise UnsupportedModuleError(
-                f"module must take {self.rows} example{'s' * (self.rows > 1)} of the batch by themselves, forwards and "
-                f"backwards, but in {culprit(error, self._hooks)} there was {type(error).__name__}: {error!s:.300}; "
-                "the cause is unknown: try the module with a batch of that size, without the engine, then another "
+                f"module must take {self.rows} example{'s' * (self.rows > 1)} of the batch by "
+                "themselves, forwards and "
+                f"backwards, but in {culprit(error, self._hooks)} there was "
+                f"{type(error).__name__}: {error!s:.300}; "
+                "the cause is unknown: try the module with a batch of that size, without the "
+                "engine, then another "
                 "grad_sample_mode ('hooks' takes most layers)"
             ) from error
 
@@ -135,7 +153,8 @@ class Proof:
         except UnsupportedModuleError as error:
             if not self._numbers or self._own_loss is not False:
                 raise
-            # Without it the module may be as it should; then the loop may take the loss of its outputs.
+            # Without it the module may be as it should; then the loop may take the loss of its
+            # outputs.
             self.own_loss_mixes = "it is no mean of the examples' own losses"
             self._clear()
             try:
@@ -169,14 +188,18 @@ class Proof:
         self._check_memory(put_out, self._put_out(batch))
         if self._unlike:
             raise UnsupportedModuleError(
-                "module must compute each example by itself, but it mixes examples: what it puts out for one changes "
-                "with the others by a number that no gradient shows, as when a mean over the batch is detached and "
+                "module must compute each example by itself, but it mixes examples: what it puts "
+                "out for one changes "
+                "with the others by a number that no gradient shows, as when a mean over the batch "
+                "is detached and "
                 "subtracted; leave that out"
             )
         self.open, self._proved = False, batch.n if len(fit) > 1 else self._proved
 
     def _put_out(self, batch):
-        """What the first example by itself makes the module put out, drawn at random always alike."""
+        """What the first example by itself makes the module put out, drawn at random always
+        alike.
+        """
         args, kwargs = batch.take([0])
         self.rows, device = 1, next(self._inner.parameters()).device
         with drawing_alike(device), self._plain(), torch.no_grad():
@@ -185,8 +208,10 @@ class Proof:
     def _check_memory(self, before, after):
         if not all(map(alike, before, after)):
             raise UnsupportedModuleError(
-                "module must keep nothing of its examples, but what it puts out for one has changed after a pass "
-                "with others, the weights being the same: it remembers earlier batches in an attribute or outside "
+                "module must keep nothing of its examples, but what it puts out for one has "
+                "changed after a pass "
+                "with others, the weights being the same: it remembers earlier batches in an "
+                "attribute or outside "
                 "of itself, which no noise covers; leave that out"
             )
 
@@ -195,7 +220,11 @@ class Proof:
         """Without dropout; and what is done here leaves no trace."""
         inner = self._inner
         kept = [(p, p.grad, getattr(p, "grad_sample", None)) for p in inner.parameters()]
-        dropout = [module for module in inner.modules() if isinstance(module, _DropoutNd) and module.training]
+        dropout = [
+            module
+            for module in inner.modules()
+            if isinstance(module, _DropoutNd) and module.training
+        ]
         devices = {p.device for p, *_ in kept if p.is_cuda}
         try:
             for module in dropout:
@@ -234,8 +263,10 @@ class Proof:
             self._hooks.hooks_enabled = True
 
     def _alone(self, batch, row, parameters):
-        """Gradients of one example by plain autograd, the shapes of its outputs, and of each the function of it that is
-        taken, with the length of the output, which says what rounding may move it by."""
+        """Gradients of one example by plain autograd, the shapes of its outputs, and of each the
+        function of it that is taken, with the length of the output, which says what rounding may
+        move it by.
+        """
         args, kwargs = batch.take([row])
         self.rows = 1
         with self._plain():
@@ -243,13 +274,16 @@ class Proof:
             if not outputs:
                 return (), [], []
             values = [weighed(out, row, i) for i, out in enumerate(outputs)]
-            gradients = torch.autograd.grad(added_up(values), parameters, allow_unused=True, materialize_grads=True)
+            gradients = torch.autograd.grad(
+                added_up(values), parameters, allow_unused=True, materialize_grads=True
+            )
         sizes = [(value.detach(), out.detach().norm()) for value, out in zip(values, outputs)]
         return gradients, [out.shape for out in outputs], sizes
 
     def _norms(self, batch, parameters):
-        """{row: norm of its gradient alone} of a probe, of all rows where hardly any shows something; of none where
-        no output depends on a weight."""
+        """{row: norm of its gradient alone} of a probe, of all rows where hardly any shows
+        something; of none where no output depends on a weight.
+        """
         try:
             if not self._alone(batch, 0, parameters)[0]:
                 return {}
@@ -259,7 +293,11 @@ class Proof:
 
             norms = probed(alone, batch.n)
             if sum(0 < norm < math.inf for norm in norms.values()) < 2:
-                norms |= {row: float(norms_of(alone(row)).norm()) for row in range(batch.n) if row not in norms}
+                norms |= {
+                    row: float(norms_of(alone(row)).norm())
+                    for row in range(batch.n)
+                    if row not in norms
+                }
             return norms
         except UnsupportedModuleError:
             raise
@@ -269,32 +307,45 @@ class Proof:
             for x in batch.of_another_type({p.dtype for p in parameters}):
                 check_types(self._inner, x)
             raise UnsupportedModuleError(
-                f"module must take an example by itself, a batch of one, but in {culprit(error, self._hooks)} there "
-                f"was {type(error).__name__}: {error!s:.300}; see that no layer or reshape needs more than one example"
+                "module must take an example by itself, a batch of one, but in "
+                f"{culprit(error, self._hooks)} there "
+                f"was {type(error).__name__}: {error!s:.300}; see that no layer or reshape needs "
+                "more than one example"
             ) from error
 
     def _compare(self, batch, rows, checked, parameters):
-        """Of the rows together, those that are checked must have the gradients that they have alone."""
-        # Before the pass that Opacus watches: between that and its backward pass nothing may overwrite its notes.
+        """Of the rows together, those that are checked must have the gradients that they have
+        alone.
+        """
+        # Before the pass that Opacus watches: between that and its backward pass nothing may
+        # overwrite its notes.
         _, shapes, _ = self._alone(batch, checked[0], parameters)
         self._clear()
         args, kwargs = batch.take(rows)
         self.rows = len(rows)
         outputs = self._outputs(self._watched(*args, **kwargs))
-        parts = [parts_of(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))]
+        parts = [
+            parts_of(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))
+        ]
         known = [part for part in parts if part is not None]
         if len(outputs) != len(shapes) or len(known) < len(parts):
             raise UnsupportedModuleError(
-                f"module must put out something for each example, but {len(rows)} examples gave the shapes "
-                f"{[tuple(out.shape) for out in outputs]} where one has {[tuple(shape) for shape in shapes]}"
+                f"module must put out something for each example, but {len(rows)} examples gave "
+                "the shapes "
+                f"{[tuple(out.shape) for out in outputs]} where one has "
+                f"{[tuple(shape) for shape in shapes]}"
             )
-        own = sum((part for part in known if part.ndim), torch.zeros(len(rows), device=known[0].device))
+        own = sum(
+            (part for part in known if part.ndim), torch.zeros(len(rows), device=known[0].device)
+        )
         whole = sum(part for part in known if not part.ndim)
         score = cast(torch.Tensor, whole + own.sum() / (len(rows) if self._mean else 1))
         score.backward(retain_graph=self._ghost)
         # Frozen layers of a shorter type round what goes through them.
         tolerance = max(map(tolerances, self._inner.parameters()))
-        typical = torch.stack([norms_of(self._alone(batch, row, parameters)[0]) for row in checked[:COMPARED]])
+        typical = torch.stack(
+            [norms_of(self._alone(batch, row, parameters)[0]) for row in checked[:COMPARED]]
+        )
         typical = typical.nan_to_num(0.0, 0.0).amax(0)
         found_of = [self._samples(p, len(rows)) for p in parameters]
         alone: list[tuple[int, list]] = []
@@ -308,9 +359,14 @@ class Proof:
                 off = misfit(errors, lengths, typical, tolerance)
                 if off and (found.norm().isfinite() or lengths.norm().isfinite()):
                     p, wrong = off.parameter, float(errors[off.parameter])
-                    said, bound = say(float(found[p]), float(lengths[p]), wrong), min(wrong / 3, off.bound)
+                    said, bound = (
+                        say(float(found[p]), float(lengths[p]), wrong),
+                        min(wrong / 3, off.bound),
+                    )
                     total = None if total is None else total[p].sum(0)
-                    raise self._mismatch(batch, rows, row, parameters[p], expected[p], bound, said, total)
+                    raise self._mismatch(
+                        batch, rows, row, parameters[p], expected[p], bound, said, total
+                    )
 
             if self._ghost:
                 norms = torch.stack([samples[i].double().cpu() for samples in found_of])
@@ -319,7 +375,11 @@ class Proof:
                     continue  # beside losses that are not finite the gradient of one is none either
                 with self._plain():
                     found = torch.autograd.grad(
-                        own[i], parameters, retain_graph=True, allow_unused=True, materialize_grads=True
+                        own[i],
+                        parameters,
+                        retain_graph=True,
+                        allow_unused=True,
+                        materialize_grads=True,
                     )
             else:
                 found = [samples[i] for samples in found_of]
@@ -331,7 +391,9 @@ class Proof:
         self._clear()
 
     def _check_outputs(self, batch, row, parameters, together, alone, relative):
-        """Note whether an example puts out in company what it does alone: of what is detached no gradient tells."""
+        """Note whether an example puts out in company what it does alone: of what is detached no
+        gradient tells.
+        """
         for i, (found, (own, size)) in enumerate(zip(together, alone)):
             if found is None or not abs(found.detach() - own) > 3 * relative * size + 1e-6:
                 continue  # a number of the whole batch; or the same, or none to compare
@@ -345,12 +407,20 @@ class Proof:
         if found is None:
             return p.new_zeros(n) if self._ghost else torch.zeros_like(p).expand(n, *p.shape)
         if not torch.is_tensor(found) or len(found) != n:
-            shape = [tuple(t.shape) for t in found] if isinstance(found, list) else tuple(getattr(found, "shape", ()))
+            shape = (
+                [tuple(t.shape) for t in found]
+                if isinstance(found, list)
+                else tuple(getattr(found, "shape", ()))
+            )
             raise UnsupportedModuleError(
-                "module must have layers that keep the examples on the axis that batch_first says, but of "
-                f"{n} examples {self._holder(p)} has gradients of shape {shape}: it may be called with other rows "
-                "than the examples, as a table that is looked up once for all of them; give it an input for each "
-                "example, freeze it, or use dpcompanion.training.train, whose method 'func' takes it"
+                "module must have layers that keep the examples on the axis that batch_first says, "
+                "but of "
+                f"{n} examples {self._holder(p)} has gradients of shape {shape}: it may be called "
+                "with other rows "
+                "than the examples, as a table that is looked up once for all of them; give it an "
+                "input for each "
+                "example, freeze it, or use dpcompanion.training.train, whose method 'func' takes "
+                "it"
             )
         return found
 
@@ -362,15 +432,20 @@ class Proof:
         return f"{own!r} of {f'layer {layer!r}' if layer else 'the module itself'} ({kind})"
 
     def _mismatch(self, batch, rows, row, p, expected, bound, said, total):
-        """The error for an example's gradient that differs in the company of others, with its cause if that is known.
+        """The error for an example's gradient that differs in the company of others, with its cause
+        if that is known.
 
         Args:
             rows, row: the examples of the pass, and the one of them.
-            p, expected, bound: the parameter where it differs most, its gradient alone, and what may differ.
+            p, expected, bound: the parameter where it differs most, its gradient alone, and what
+            may differ.
             said: by how much it differs, in words.
             total: the sum of what Opacus found for p, None in ghost mode.
         """
-        where = f"the gradient of an example in the company of {len(rows) - 1} {said}, in {self._holder(p)}"
+        where = (
+            f"the gradient of an example in the company of {len(rows) - 1} {said}, in "
+            f"{self._holder(p)}"
+        )
         other = (
             "'functorch'"
             if not hasattr(self._hooks, "force_functorch") or not self._hooks.force_functorch
@@ -384,50 +459,70 @@ class Proof:
         again = next(iter(found))
         if differs(again, expected):
             cause = (
-                "its loss changes from one call to the next, with the same input: the module draws at random by other "
-                "means than dropout, or keeps something of a pass; draw from nothing, or freeze and evaluate that part"
+                "its loss changes from one call to the next, with the same input: the module draws "
+                "at random by other "
+                "means than dropout, or keeps something of a pass; draw from nothing, or freeze "
+                "and evaluate that part"
             )
-            return UnsupportedModuleError(f"module must compute each example by itself, but {where}: {cause}")
+            return UnsupportedModuleError(
+                f"module must compute each example by itself, but {where}: {cause}"
+            )
         args, kwargs = batch.take(rows)
         with self._plain():
             outputs = self._outputs(self._inner(*args, **kwargs))
-            parts = [parts_of(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))]
+            parts = [
+                parts_of(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))
+            ]
             scalars = [part for part in parts if part is not None and not part.ndim]
             own = [part[rows.index(row)] for part in parts if part is not None and part.ndim]
             whole = [part.sum() for part in parts if part is not None]
             together, summed = (
-                torch.autograd.grad(added_up(values), p, retain_graph=True, allow_unused=True, materialize_grads=True)[
-                    0
-                ]
+                torch.autograd.grad(
+                    added_up(values),
+                    p,
+                    retain_graph=True,
+                    allow_unused=True,
+                    materialize_grads=True,
+                )[0]
                 for values in (own or scalars, whole)
             )
         if not scalars and differs(together, expected):
             cause = (
-                "by plain autograd too, so the module mixes examples: its outputs for one depend on others of the "
-                "batch; look for a mean, a normalisation, a sort or a comparison along the axis of the examples"
+                "by plain autograd too, so the module mixes examples: its outputs for one depend "
+                "on others of the "
+                "batch; look for a mean, a normalisation, a sort or a comparison along the axis of "
+                "the examples"
             )
         elif scalars:
             cause = (
-                "it puts out a number for the whole batch (a loss of its own), which may be no mean of the examples' "
+                "it puts out a number for the whole batch (a loss of its own), which may be no "
+                "mean of the examples' "
                 "own; put out one number an example, or take the loss of its outputs instead"
             )
         elif total is None:
             cause = (
-                "by plain autograd examples do not mix; the cause is unknown, often a weight that is also used outside "
+                "by plain autograd examples do not mix; the cause is unknown, often a weight that "
+                "is also used outside "
                 f"of its layer's own call; use grad_sample_mode='hooks' or {other}, which say more"
             )
         elif differs(total, summed):
             cause = (
-                "by plain autograd examples do not mix, but what Opacus finds does not add up to autograd's gradient: "
-                "the weight is used outside of its layer's own call, or Opacus's rule for this layer does not fit it; "
+                "by plain autograd examples do not mix, but what Opacus finds does not add up to "
+                "autograd's gradient: "
+                "the weight is used outside of its layer's own call, or Opacus's rule for this "
+                "layer does not fit it; "
                 f"use it in its layer only, or grad_sample_mode={other}"
             )
         else:
             cause = (
-                "by plain autograd examples do not mix, and the sum over them is right, so that it goes to another "
-                "example: rows change their order or number before the layer; keep them as they are in the batch"
+                "by plain autograd examples do not mix, and the sum over them is right, so that it "
+                "goes to another "
+                "example: rows change their order or number before the layer; keep them as they "
+                "are in the batch"
             )
-        return UnsupportedModuleError(f"module must compute each example by itself, but {where}: {cause}")
+        return UnsupportedModuleError(
+            f"module must compute each example by itself, but {where}: {cause}"
+        )
 
 
 def _norms_differ(found, truth, _):
@@ -440,8 +535,10 @@ def _gradients_differ(_, truth, wrong):
 
 def missing(found, truth):
     return UnsupportedModuleError(
-        f"module must use its weights in its layers only, but of the criterion's loss of an example the gradient has "
-        f"norm {found:.6g} by Opacus and {truth:.6g} by autograd; the cause is unknown, often a weight that the "
+        "module must use its weights in its layers only, but of the criterion's loss of an "
+        "example the gradient has "
+        f"norm {found:.6g} by Opacus and {truth:.6g} by autograd; the cause is unknown, often a "
+        "weight that the "
         "criterion uses itself, as in a penalty; leave it out, or use grad_sample_mode='hooks'"
     )
 

@@ -1,12 +1,16 @@
-"""One private run on several processes, the ranks of `torch.distributed` (`dpcompanion.training.distributed`).
+"""One private run on several processes, the ranks of `torch.distributed`
+(`dpcompanion.training.distributed`).
 
-The loop is the user's own, on every rank alike, and the loader hands out the rank's share of each draw.  Ranks meet
+The loop is the user's own, on every rank alike, and the loader hands out the rank's share of each
+draw. Ranks meet
 
-* when a module is made private: what one refuses no rank begins, and all refuse what they were given differently;
+* when a module is made private: what one refuses no rank begins, and all refuse what they were
+  given differently;
 * where a filter measures norms: each measures a share, and all take the same decisions;
-* in the last piece of each draw: the clipped sums of all are added up on rank 0, which adds the noise, once, and all
-  receive the same bits;
-* at the end of each epoch, and after the last step, where they compare their weights; and when a checkpoint is loaded.
+* in the last piece of each draw: the clipped sums of all are added up on rank 0, which adds the
+  noise, once, and all receive the same bits;
+* at the end of each epoch, and after the last step, where they compare their weights; and when a
+  checkpoint is loaded.
 """
 
 import functools
@@ -32,14 +36,19 @@ def on_all_ranks(
         with distributed.joined(lasting=True) as ranks:
             made = make(engine, *arguments, **options)
             share_draws(engine)
-            ranks.same(lambda: _described(engine, options), "be given the same module, data, budgets and options")
+            ranks.same(
+                lambda: _described(engine, options),
+                "be given the same module, data, budgets and options",
+            )
             return made
 
     return together
 
 
 def share_draws(engine: Any) -> None:
-    """Give all ranks the key of rank 0's draws, where it is none of a seed. The key of the noise stays there."""
+    """Give all ranks the key of rank 0's draws, where it is none of a seed. The key of the noise
+    stays there.
+    """
     follower = engine.accountant.follower
     stream = follower.draws.generator
     if isinstance(stream, SecureStream) and engine.accountant.origin is None:
@@ -48,7 +57,10 @@ def share_draws(engine: Any) -> None:
 
 def check_weights(ranks: distributed.Ranks, module: Any, when: str) -> None:
     """Refuse ranks whose weights have become different."""
-    ranks.same(lambda: {"weights": distributed.digest(module.state_dict())}, f"hold the same weights {when}")
+    ranks.same(
+        lambda: {"weights": distributed.digest(module.state_dict())},
+        f"hold the same weights {when}",
+    )
 
 
 def check_resumed(engine: Any) -> None:
@@ -71,7 +83,10 @@ def _described(engine, options):
     plain = (bool, int, float, str, type(None))
     return {
         "budgets": distributed.digest(
-            accountant.budgets.parameters(), accountant.budgets.state_dict(), engine.max_grad_norms, engine.sample_rates
+            accountant.budgets.parameters(),
+            accountant.budgets.state_dict(),
+            engine.max_grad_norms,
+            engine.sample_rates,
         ),
         "data": digest(engine.dataset, engine.people),
         "model": distributed.digest(

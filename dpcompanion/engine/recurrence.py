@@ -1,12 +1,14 @@
-r"""Recurrent layers whose weights lie in layers that Opacus sees: what `torch.nn.RNN`, `LSTM` and `GRU` compute.
+r"""Recurrent layers whose weights lie in layers that Opacus sees: what `torch.nn.RNN`, `LSTM` and
+`GRU` compute.
 
 .. math:: h_t = \tanh(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh})
 
-and likewise for the gates of the other two.  PyTorch's own layers multiply inside of one function, where no hook sees
-an example's share.  Opacus's `DPRNN`, `DPLSTM` and `DPGRU` compute the same but for three things, which these do as
-PyTorch: dropout lies between layers (Opacus has it within the recurrence, and after the last layer); the last states of
-packed sequences have the type and device of the others; and rows of a packed sequence may come in any order, as they
-are brought into that of the batch before any weight is used.
+and likewise for the gates of the other two. PyTorch's own layers multiply inside of one function,
+where no hook sees an example's share. Opacus's `DPRNN`, `DPLSTM` and `DPGRU` compute the same but
+for three things, which these do as PyTorch: dropout lies between layers (Opacus has it within the
+recurrence, and after the last layer); the last states of packed sequences have the type and device
+of the others; and rows of a packed sequence may come in any order, as they are brought into that of
+the batch before any weight is used.
 """
 
 from collections.abc import Sequence
@@ -30,7 +32,9 @@ class _Cell(nn.Module):
 
 
 class _Recurrent(nn.Module):
-    """What the three share; a state is a tuple of tensors (N, hidden_size), the first of which is put out."""
+    """What the three share; a state is a tuple of tensors (N, hidden_size), the first of which is
+    put out.
+    """
 
     kind, gates, states = nn.RNN, 1, 1
 
@@ -51,19 +55,40 @@ class _Recurrent(nn.Module):
         if options.pop("proj_size", 0):
             raise ValueError("proj_size must be 0, for projections of states are not supported")
         plain = self.kind(
-            input_size, hidden_size, num_layers, bias=bias, dropout=dropout, bidirectional=bidirectional, **options
+            input_size,
+            hidden_size,
+            num_layers,
+            bias=bias,
+            dropout=dropout,
+            bidirectional=bidirectional,
+            **options,
         )
-        self.input_size, self.hidden_size, self.num_layers, self.bias = input_size, hidden_size, num_layers, bias
-        self.batch_first, self.dropout, self.bidirectional = batch_first, float(dropout), bidirectional
+        self.input_size, self.hidden_size, self.num_layers, self.bias = (
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+        )
+        self.batch_first, self.dropout, self.bidirectional = (
+            batch_first,
+            float(dropout),
+            bidirectional,
+        )
         self.proj_size, self._ways = 0, 2 if bidirectional else 1
         self.cells = nn.ModuleList(
-            _Cell(input_size if layer == 0 else self._ways * hidden_size, self.gates * hidden_size, hidden_size, bias)
+            _Cell(
+                input_size if layer == 0 else self._ways * hidden_size,
+                self.gates * hidden_size,
+                hidden_size,
+                bias,
+            )
             for layer in range(num_layers)
             for _ in range(self._ways)
         )
         #: {own name: PyTorch's}, in PyTorch's order.
         self._named = {
-            f"cells.{layer * self._ways + way}.{matrix}.{what}": f"{what}_{matrix}_l{layer}" + "_reverse" * way
+            f"cells.{layer * self._ways + way}.{matrix}.{what}": f"{what}_{matrix}_l{layer}"
+            + "_reverse" * way
             for layer in range(num_layers)
             for way in range(self._ways)
             for what in (("weight", "bias") if bias else ("weight",))
@@ -77,7 +102,9 @@ class _Recurrent(nn.Module):
     @classmethod
     def of(cls, layer: Any) -> Any:
         """The layer that computes what PyTorch's does, with copies of its weights."""
-        options = {"nonlinearity": layer.nonlinearity} if cls is RNN else {"proj_size": layer.proj_size}
+        options = (
+            {"nonlinearity": layer.nonlinearity} if cls is RNN else {"proj_size": layer.proj_size}
+        )
         made = cls(
             layer.input_size,
             layer.hidden_size,
@@ -98,7 +125,8 @@ class _Recurrent(nn.Module):
 
         Args:
             input: (T, N, input_size), N first with batch_first; or a PackedSequence.
-            hx: None, for states of 0, or (layers x directions, N, hidden_size); a pair of them for an LSTM.
+            hx: None, for states of 0, or (layers x directions, N, hidden_size); a pair of them for
+            an LSTM.
 
         Raises:
             ValueError: an input without an axis of examples.
@@ -109,7 +137,9 @@ class _Recurrent(nn.Module):
             h, lengths = pad_packed_sequence(input, batch_first=True)
             lengths = lengths.to(h.device)
         elif input.ndim != 3:
-            raise ValueError(f"input must have three axes, one of them of the examples, got {tuple(input.shape)}")
+            raise ValueError(
+                f"input must have three axes, one of them of the examples, got {tuple(input.shape)}"
+            )
         else:
             h = input if self.batch_first else input.transpose(0, 1)
         n = len(h)
@@ -123,7 +153,10 @@ class _Recurrent(nn.Module):
             for way in range(self._ways):
                 number = layer * self._ways + way
                 out, end = self._one_way(
-                    self.cells[number], _turned(h, lengths) if way else h, [b[number] for b in begin], lengths
+                    self.cells[number],
+                    _turned(h, lengths) if way else h,
+                    [b[number] for b in begin],
+                    lengths,
                 )
                 ways.append(_turned(out, lengths) if way else out)
                 ends.append(end)
@@ -132,14 +165,20 @@ class _Recurrent(nn.Module):
                 h = F.dropout(h, self.dropout)
         last = tuple(torch.stack(states) for states in zip(*ends))
         if packed:
-            out = pack_padded_sequence(h, torch.as_tensor(lengths).cpu(), batch_first=True, enforce_sorted=False)
-            out = PackedSequence(out.data, out.batch_sizes, input.sorted_indices, input.unsorted_indices)
+            out = pack_padded_sequence(
+                h, torch.as_tensor(lengths).cpu(), batch_first=True, enforce_sorted=False
+            )
+            out = PackedSequence(
+                out.data, out.batch_sizes, input.sorted_indices, input.unsorted_indices
+            )
         else:
             out = h if self.batch_first else h.transpose(0, 1)
         return out, last if self.states > 1 else last[0]
 
     def _one_way(self, cell, x, state, lengths):
-        """Outputs (N, T, hidden_size) and the last state; past a sequence's end its state stays, and puts out 0."""
+        """Outputs (N, T, hidden_size) and the last state; past a sequence's end its state stays,
+        and puts out 0.
+        """
         sent, outputs = cell.ih(x), []
         for t in range(x.shape[1]):
             new = self.step(sent[:, t], cell.hh(state[0]), state)
@@ -152,8 +191,12 @@ class _Recurrent(nn.Module):
             outputs.append(out)
         return torch.stack(outputs, 1), state
 
-    def step(self, sent: torch.Tensor, kept: torch.Tensor, state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The next state; sent, kept: (N, gates x hidden_size), what inputs and the state before give."""
+    def step(
+        self, sent: torch.Tensor, kept: torch.Tensor, state: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The next state; sent, kept: (N, gates x hidden_size), what inputs and the state before
+        give.
+        """
         raise NotImplementedError
 
 
@@ -161,13 +204,16 @@ class RNN(_Recurrent):
     """`torch.nn.RNN` for private training: the same arguments, outputs and state_dict.
 
     Args:
-        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, nonlinearity, device, dtype: as
-            in `torch.nn.RNN`.
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
+            nonlinearity, device, dtype: as in `torch.nn.RNN`.
 
     >>> plain = torch.nn.RNN(3, 4, batch_first=True)
     >>> layer = RNN.of(plain)
     >>> x = torch.randn(2, 5, 3)
-    >>> bool((layer(x)[0] - plain(x)[0]).abs().max() < 1e-6), list(layer.state_dict()) == list(plain.state_dict())
+    >>> (
+    ...     bool((layer(x)[0] - plain(x)[0]).abs().max() < 1e-6),
+    ...     list(layer.state_dict()) == list(plain.state_dict()),
+    ... )
     (True, True)
     """
 
@@ -180,15 +226,20 @@ class RNN(_Recurrent):
         *args: Any,
         **options: Any,
     ):
-        super().__init__(input_size, hidden_size, num_layers, *args, nonlinearity=nonlinearity, **options)
+        super().__init__(
+            input_size, hidden_size, num_layers, *args, nonlinearity=nonlinearity, **options
+        )
         self.nonlinearity = nonlinearity
 
-    def step(self, sent: torch.Tensor, kept: torch.Tensor, state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def step(
+        self, sent: torch.Tensor, kept: torch.Tensor, state: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
         return [(torch.tanh if self.nonlinearity == "tanh" else torch.relu)(sent + kept)]
 
 
 class LSTM(_Recurrent):
-    """`torch.nn.LSTM` for private training: the same arguments (but proj_size), outputs and state_dict.
+    """`torch.nn.LSTM` for private training: the same arguments (but proj_size), outputs and
+    state_dict.
 
     >>> LSTM(3, 4, batch_first=True)(torch.zeros(2, 5, 3))[0].shape
     torch.Size([2, 5, 4])
@@ -196,7 +247,9 @@ class LSTM(_Recurrent):
 
     kind, gates, states = nn.LSTM, 4, 2
 
-    def step(self, sent: torch.Tensor, kept: torch.Tensor, state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def step(
+        self, sent: torch.Tensor, kept: torch.Tensor, state: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
         i, f, g, o = (sent + kept).chunk(4, 1)
         c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
         return [o.sigmoid() * c.tanh(), c]
@@ -211,7 +264,9 @@ class GRU(_Recurrent):
 
     kind, gates = nn.GRU, 3
 
-    def step(self, sent: torch.Tensor, kept: torch.Tensor, state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def step(
+        self, sent: torch.Tensor, kept: torch.Tensor, state: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
         (r, z, new), (kept_r, kept_z, kept_new) = sent.chunk(3, 1), kept.chunk(3, 1)
         r, z = (r + kept_r).sigmoid(), (z + kept_z).sigmoid()
         return [(1 - z) * (new + r * kept_new).tanh() + z * state[0]]

@@ -1,4 +1,6 @@
-"""Layers for private training in the place of PyTorch's recurrent and attention layers, with the same weights."""
+"""Layers for private training in the place of PyTorch's recurrent and attention layers, with the
+same weights.
+"""
 
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
@@ -11,11 +13,12 @@ REPLACEMENTS = {nn.MultiheadAttention: MultiheadAttention, nn.RNN: RNN, nn.LSTM:
 
 
 def replace_layers(module: nn.Module) -> nn.Module:
-    """The module with layers for private training in the place of its recurrent and attention layers.
+    """The module with layers for private training in the place of its recurrent and attention
+    layers.
 
-    `torch.nn.MultiheadAttention`, `RNN`, `LSTM` and `GRU`, wherever they are, become `dpcompanion.engine`'s layers of
-    the same names, with the same weights, outputs and state_dict. Call it before the optimizer is made: parameters are
-    new ones.
+    `torch.nn.MultiheadAttention`, `RNN`, `LSTM` and `GRU`, wherever they are, become
+    `dpcompanion.engine`'s layers of the same names, with the same weights, outputs and state_dict.
+    Call it before the optimizer is made: parameters are new ones.
 
     Args:
         module: changed in place, where it is none of these layers itself.
@@ -54,9 +57,13 @@ def check_replaced(module):
         if type(part) in REPLACEMENTS and any(p.requires_grad for p in part.parameters()):
             kind, opacus = type(part).__name__, ""
             if kind == "MultiheadAttention":
-                opacus = "; Opacus's DPMultiheadAttention does not: with batch_first=True its outputs are others"
+                opacus = (
+                    "; Opacus's DPMultiheadAttention does not: with batch_first=True its outputs "
+                    "are others"
+                )
             raise UnsupportedModuleError(
-                f"module must have its weights in layers that Opacus sees, but {name or 'it'!r} is a torch.nn.{kind}: "
+                f"module must have its weights in layers that Opacus sees, but {name or 'it'!r} is "
+                f"a torch.nn.{kind}: "
                 f"use dpcompanion.engine.{kind}, which computes the same from the same weights, by "
                 f"dpcompanion.engine.replace_layers(module) before the optimizer is made{opacus}"
             )

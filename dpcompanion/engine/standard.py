@@ -39,18 +39,28 @@ def gradient_of(loss, out, batch):
 
 
 def fits_to(gradient, expected, bound, scale):
-    """Whether each example's gradient is the expected one, up to rounding; of what is not finite none is."""
+    """Whether each example's gradient is the expected one, up to rounding; of what is not finite
+    none is.
+    """
     off = gradient - expected
     # What is within the smallest bound of all is within each example's own; NaN is not.
-    if not on_accelerator(off) and off.numel() and bool(torch.linalg.vector_norm(off, torch.inf) <= bound / 50 * scale):
+    if (
+        not on_accelerator(off)
+        and off.numel()
+        and bool(torch.linalg.vector_norm(off, torch.inf) <= bound / 50 * scale)
+    ):
         return torch.tensor(True)
     difference, size = (t.flatten(1).abs().amax(1) for t in (off, expected))
     close = difference <= bound * size + bound / 50 * scale
-    return (close | ~gradient.flatten(1).isfinite().all(1) & ~expected.flatten(1).isfinite().all(1)).all()
+    return (
+        close | ~gradient.flatten(1).isfinite().all(1) & ~expected.flatten(1).isfinite().all(1)
+    ).all()
 
 
 def _ratios(gradient, expected, bound):
-    """(n,) factors by which an example's gradient is the expected one, nan where that is 0; None if it is not so."""
+    """(n,) factors by which an example's gradient is the expected one, nan where that is 0; None if
+    it is not so.
+    """
     a, b = gradient.flatten(1).double(), expected.flatten(1).double()
     squares = b.square().sum(1)
     factors = torch.where(squares > 1e-20, (a * b).sum(1) / squares.clamp(min=1e-300), torch.nan)
@@ -73,8 +83,10 @@ def scaled(factor, n, mean):
     """In words, what a common factor of all examples comes of."""
     if _power_of_two(factor) and abs(factor - n) > 1e-2:
         return (
-            f"is {factor:g} times what it should be, as by a torch.amp.GradScaler, which Opacus does not know: "
-            "gradients would be clipped as if they were so much longer; leave it out (bfloat16 needs none)"
+            f"is {factor:g} times what it should be, as by a torch.amp.GradScaler, which Opacus "
+            "does not know: "
+            "gradients would be clipped as if they were so much longer; leave it out (bfloat16 "
+            "needs none)"
         )
     hint = ""
     if abs(factor / n - 1) < 1e-2 and mean:
@@ -82,13 +94,16 @@ def scaled(factor, n, mean):
     elif abs(factor * n - 1) < 1e-2 and not mean:
         hint = ", as by a mean over the batch; pass loss_reduction='mean', or take the sum"
     return (
-        f"is {factor:g} times what it should be in a batch of {n}{hint}: leave it unscaled, and divide by nothing "
+        f"is {factor:g} times what it should be in a batch of {n}{hint}: leave it unscaled, and "
+        "divide by nothing "
         "of the batch"
     )
 
 
 def resemblance(loss, gradient, found, bound, n, mean):
-    """What a loss looks like that is a standard one up to a positive factor of each example; None if it is not."""
+    """What a loss looks like that is a standard one up to a positive factor of each example; None
+    if it is not.
+    """
     factors = _ratios(gradient, found, bound)
     if factors is None:
         return None
@@ -99,35 +114,49 @@ def resemblance(loss, gradient, found, bound, n, mean):
         return None  # of one number each, every gradient is a multiple
     if loss.tokens:
         return (
-            f"it looks like {loss.name} averaged over all tokens of the batch, so that an example with many moves the "
+            f"it looks like {loss.name} averaged over all tokens of the batch, so that an example "
+            "with many moves the "
             "weight of the others; average over each example's own tokens first"
         )
     if bool((known == 0).any()):
         return (
-            f"it looks like {loss.name} that leaves out some examples (ignore_index) and divides by the number of the "
+            f"it looks like {loss.name} that leaves out some examples (ignore_index) and divides "
+            "by the number of the "
             "others"
         )
     groups = (
-        [] if loss.classes is None else [factors[(loss.classes == c) & ~factors.isnan()] for c in loss.classes.unique()]
+        []
+        if loss.classes is None
+        else [factors[(loss.classes == c) & ~factors.isnan()] for c in loss.classes.unique()]
     )
-    if groups and all(len(g) < 2 or float(g.max() - g.min()) <= 10 * bound * float(g.max()) for g in groups):
+    if groups and all(
+        len(g) < 2 or float(g.max() - g.min()) <= 10 * bound * float(g.max()) for g in groups
+    ):
         return (
-            f"it looks like {loss.name} with class weights, which divides by the weights of the batch, so that one "
+            f"it looks like {loss.name} with class weights, which divides by the weights of the "
+            "batch, so that one "
             "example of a rare class moves the weight of all others"
         )
     return f"it looks like {loss.name} with another weight for each example, which may depend on the others"
 
 
 class Standard:
-    """A loss of one example each, `f(outputs, target) -> (n, ...)`, averaged or summed over an example's own numbers.
+    """A loss of one example each, `f(outputs, target) -> (n, ...)`, averaged or summed over an
+    example's own numbers.
 
-    target: called with the loader's batch and the device, it gives the target, so that the loss can be taken of the
-    next batch as well.
-    gradient: `(outputs, batch)` gives the gradient of the sum of the losses by a formula; by autograd if it is None.
+    target: called with the loader's batch and the device, it gives the target, so that the loss can
+    be taken of the next batch as well. gradient: `(outputs, batch)` gives the gradient of the sum
+    of the losses by a formula; by autograd if it is None.
     """
 
     def __init__(self, name, f, target, *, classes=None, tokens=False, gradient=None):
-        self.name, self._f, self._target, self.classes, self.tokens = name, f, target, classes, tokens
+        self.name, self._f, self._target, self.classes, self.tokens = (
+            name,
+            f,
+            target,
+            classes,
+            tokens,
+        )
         self.gradient = gradient
 
     @property
@@ -160,16 +189,23 @@ def targets_of(batch, n):
         for axis in (axis for axis, size in enumerate(leaf.shape[:2]) if size == n):
 
             def target(batch, device, number=number, axis=axis):
-                return tree_flatten(batch)[0][number].detach().movedim(axis, 0).to(device, non_blocking=True)
+                return (
+                    tree_flatten(batch)[0][number]
+                    .detach()
+                    .movedim(axis, 0)
+                    .to(device, non_blocking=True)
+                )
 
             yield target, leaf.detach().movedim(axis, 0)
 
 
 def standard_losses(out, gradient, batch):
-    """Losses of one example each of these outputs (n, ...) and a batch, those first that are used most.
+    """Losses of one example each of these outputs (n, ...) and a batch, those first that are used
+    most.
 
-    `gradient` (that of the sum of the losses) shows what a target value's losses are left out by (`ignore_index`), and
-    how much labels are smoothed: a value, and a number of two digits, are looked for that explain it.
+    `gradient` (that of the sum of the losses) shows what a target value's losses are left out by
+    (`ignore_index`), and how much labels are smoothed: a value, and a number of two digits, are
+    looked for that explain it.
     """
     found = list(targets_of(batch, len(out)))
     for target, value in found:
@@ -179,7 +215,11 @@ def standard_losses(out, gradient, batch):
         yield from _of_numbers(out, target, value)
     for name, sign in (("the outputs", 1.0), ("the outputs, negated", -1.0)):
         for reduce, kind in ((own_mean, "mean"), (own_sum, "sum")):
-            yield Standard(f"the {kind} of {name}", lambda o, r=reduce, s=sign: s * r(o.reshape(len(o), -1)), None)
+            yield Standard(
+                f"the {kind} of {name}",
+                lambda o, r=reduce, s=sign: s * r(o.reshape(len(o), -1)),
+                None,
+            )
 
 
 #: How classes may lie in the outputs (n, ...), and which positions have targets.
@@ -216,7 +256,9 @@ def _of_classes(out, gradient, target, value):
                 continue
             for name, raw in _losses_of_classes(_smoothing(shaped, sent, t, v)):
                 for reduce, kind in (
-                    ((own_mean, ""), (own_sum, ", summed over an example's tokens")) if tokens else ((own_mean, ""),)
+                    ((own_mean, ""), (own_sum, ", summed over an example's tokens"))
+                    if tokens
+                    else ((own_mean, ""),)
                 ):
 
                     def losses(o, t, raw=raw, reduce=reduce, v=v, arranged=arranged):
@@ -228,7 +270,9 @@ def _of_classes(out, gradient, target, value):
                     if raw is F.cross_entropy and out.ndim == 2 and not tokens:
 
                         def by_formula(o, batch, v=v):
-                            return cross_entropy_gradient(o, target(batch, o.device).reshape(len(o)), v)
+                            return cross_entropy_gradient(
+                                o, target(batch, o.device).reshape(len(o)), v
+                            )
 
                         formula = by_formula
 
@@ -247,17 +291,23 @@ def _of_classes(out, gradient, target, value):
             def one_hot(value):
                 return F.one_hot(value.reshape(-1).long(), k)
 
-            yield from _of_numbers(out, lambda batch, device: one_hot(target(batch, device)), one_hot(value))
+            yield from _of_numbers(
+                out, lambda batch, device: one_hot(target(batch, device)), one_hot(value)
+            )
 
 
 def _ignored(targets, quiet):
-    """Targets that stand for none: -100, and others of which only positions are `quiet`, to which nothing is sent."""
+    """Targets that stand for none: -100, and others of which only positions are `quiet`, to which
+    nothing is sent.
+    """
     others = [v for v in targets[quiet].unique()[:4].tolist() if v != -100]
     return [-100, *(v for v in others if bool(quiet[targets == v].all()))]
 
 
 def _losses_of_classes(smoothing):
-    """(name, loss of PyTorch): those that take classes, with the smoothing of labels that was found, or None."""
+    """(name, loss of PyTorch): those that take classes, with the smoothing of labels that was
+    found, or None.
+    """
     yield "cross entropy", F.cross_entropy
     yield "the negative log likelihood", F.nll_loss
     if smoothing:
@@ -266,15 +316,20 @@ def _losses_of_classes(smoothing):
 
 
 def cross_entropy_gradient(outputs, targets, ignored):
-    """That of the sum of cross entropies by the outputs (n, k), softmax - one_hot(targets): 0 where the target is
-    ignored. Autograd says the same and takes several times as long, in each step."""
+    """That of the sum of cross entropies by the outputs (n, k), softmax - one_hot(targets): 0 where
+    the target is ignored. Autograd says the same and takes several times as long, in each step.
+    """
     counted = (targets != ignored)[:, None]
     labels = targets.long()[:, None].where(counted, 0)
-    return (outputs.softmax(1).scatter_add(1, labels, outputs.new_full(labels.shape, -1.0))).where(counted, 0.0)
+    return (outputs.softmax(1).scatter_add(1, labels, outputs.new_full(labels.shape, -1.0))).where(
+        counted, 0.0
+    )
 
 
 def _smoothing(out, sent, t, ignored):
-    """By how much labels are smoothed in a cross entropy that sends this, to two digits; 0 if they are not."""
+    """By how much labels are smoothed in a cross entropy that sends this, to two digits; 0 if they
+    are not.
+    """
     k = out.shape[1]
     counted = (t != ignored) & (t >= 0) & (t < k)
     if k < 2 or not bool(counted.any()):
@@ -310,15 +365,23 @@ def _of_numbers(out, target, value):
         "the Poisson loss of rates": lambda o, t: o - t * torch.log(o + 1e-8),
     }
     if bool(((out >= 0) & (out <= 1)).all()):
-        functions["binary cross entropy"] = lambda o, t: F.binary_cross_entropy(o, t, reduction="none")
+        functions["binary cross entropy"] = lambda o, t: F.binary_cross_entropy(
+            o, t, reduction="none"
+        )
     classes = value.reshape(-1) if rows == 1 and not value.is_floating_point() else None
     for name, f in functions.items():
-        for reduce, kind in ((own_mean, ""), (own_sum, ", summed over an example's numbers"))[: 2 if rows > 1 else 1]:
+        for reduce, kind in ((own_mean, ""), (own_sum, ", summed over an example's numbers"))[
+            : 2 if rows > 1 else 1
+        ]:
             yield Standard(name + kind, both(f, reduce), target, classes=classes)
     if rows > 1 and out.ndim == 2:
         yield Standard(
-            "cross entropy with soft labels", lambda o, t: F.cross_entropy(o, t.to(o.dtype), reduction="none"), target
+            "cross entropy with soft labels",
+            lambda o, t: F.cross_entropy(o, t.to(o.dtype), reduction="none"),
+            target,
         )
         yield Standard(
-            "the Kullback-Leibler divergence", lambda o, t: F.kl_div(o, t.to(o.dtype), reduction="none").sum(1), target
+            "the Kullback-Leibler divergence",
+            lambda o, t: F.kl_div(o, t.to(o.dtype), reduction="none").sum(1),
+            target,
         )

@@ -1,12 +1,13 @@
 """A cache of calibrations in the data folder, so that the next program gets them at once.
 
-An entry is one JSON file under `filters` in the data folder.  Its name is a sha256 of the question, of the code that
-answers it and of the libraries that it computes with: whatever changes in any of these is computed anew.  An entry is
-sealed by a sha256 of its own, holds its question, and is written whole or not at all; one that is damaged, or answers
-another question, is computed again and replaced.  Answers that take less than a second of processor time are not
-written.  Where nothing can be written, nothing is cached.  The seal guards against damage, not against people who may
-write into the folder.  With DPCOMPANION_FILTERS=anew in the environment nothing is read or written: so the book's
-notebooks are executed, which show what is computed.
+An entry is one JSON file under `filters` in the data folder. Its name is a sha256 of the question,
+of the code that answers it and of the libraries that it computes with: whatever changes in any of
+these is computed anew. An entry is sealed by a sha256 of its own, holds its question, and is
+written whole or not at all; one that is damaged, or answers another question, is computed again and
+replaced. Answers that take less than a second of processor time are not written. Where nothing can
+be written, nothing is cached. The seal guards against damage, not against people who may write into
+the folder. With DPCOMPANION_FILTERS=anew in the environment nothing is read or written: so the
+book's notebooks are executed, which show what is computed.
 
 >>> import tempfile
 >>> os.environ["DPCOMPANION_DATA"], before = tempfile.mkdtemp(), os.environ.get("DPCOMPANION_DATA")
@@ -17,7 +18,11 @@ notebooks are executed, which show what is computed.
 ...     return (x / 2,)
 >>> half(3.0), half(3.0), half.forget(), half(3.0), len(calls)
 ((1.5,), (1.5,), None, (1.5,), 1)
->>> _ = os.environ.pop("DPCOMPANION_DATA") if before is None else os.environ.update(DPCOMPANION_DATA=before)
+>>> _ = (
+...     os.environ.pop("DPCOMPANION_DATA")
+...     if before is None
+...     else os.environ.update(DPCOMPANION_DATA=before)
+... )
 """
 
 import functools
@@ -39,11 +44,12 @@ SHORTEST = 1.0
 
 
 def cached(shortest=SHORTEST):
-    """A decorator for functions of numbers, strings and tuples of them that return a tuple of finite or infinite
-    numbers.
+    """A decorator for functions of numbers, strings and tuples of them that return a tuple of
+    finite or infinite numbers.
 
-    Answers stay in memory (256 of them) and in the data folder.  An argument called `progress` is no part of the
-    question.  The function gets an attribute `forget()`, which empties the memory and leaves the folder.
+    Answers stay in memory (256 of them) and in the data folder. An argument called `progress` is no
+    part of the question. The function gets an attribute `forget()`, which empties the memory and
+    leaves the folder.
     """
 
     def wrap(function):
@@ -53,12 +59,16 @@ def cached(shortest=SHORTEST):
         def answered(*arguments, **named):
             bound = signature.bind(*arguments, **named)
             bound.apply_defaults()
-            question = {name: value for name, value in bound.arguments.items() if name != "progress"}
+            question = {
+                name: value for name, value in bound.arguments.items() if name != "progress"
+            }
             key = tuple(question.items())
             if key not in memory:
                 if len(memory) >= 256:
                     del memory[next(iter(memory))]
-                memory[key] = _answer(function.__name__, question, lambda: function(**bound.arguments), shortest)
+                memory[key] = _answer(
+                    function.__name__, question, lambda: function(**bound.arguments), shortest
+                )
             return memory[key]
 
         vars(answered).update(forget=memory.clear)
@@ -69,7 +79,11 @@ def cached(shortest=SHORTEST):
 
 def path_of(name, question):
     """Where the answer to a question, {argument: value}, lies."""
-    return data.data_folder() / "filters" / f"{name.strip('_')}.{_digest([name, _plain(question), code()])}.json"
+    return (
+        data.data_folder()
+        / "filters"
+        / f"{name.strip('_')}.{_digest([name, _plain(question), code()])}.json"
+    )
 
 
 @functools.cache

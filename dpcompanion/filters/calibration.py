@@ -1,14 +1,24 @@
-r"""Prices of levels, and the largest budget or the least noise that keeps a promise whatever norms do.
+r"""Prices of levels, and the largest budget or the least noise that keeps a promise whatever norms
+do.
 
-Which prices waste least?  At the saddle point :math:`\lambda` of a run, Chernoff's bound on its delta is
-:math:`e^{-\lambda\varepsilon}` times the product of :math:`E[e^{\lambda L_z}]` over its stages.  It is the same for all
-strategies that spend the same if, and only if, :math:`c(z) \propto \ln E[e^{\lambda L_z}]`: the Rényi divergence of
-order :math:`\lambda + 1`.  No level is then a bargain for an attacker.  `level_costs` takes these, as whole numbers,
-rounded up.  They favour the full level.  What all levels lose at most is least with one over the number of steps that a
-level lasts by loss distributions; with strong noise the two are nearly the same ("Exact filters" in the book has both).
+Which prices waste least? At the saddle point :math:`\lambda` of a run, Chernoff's bound on its
+delta is :math:`e^{-\lambda\varepsilon}` times the product of :math:`E[e^{\lambda L_z}]` over its
+stages. It is the same for all strategies that spend the same if, and only if, :math:`c(z) \propto
+\ln E[e^{\lambda L_z}]`: the Rényi divergence of order :math:`\lambda + 1`. No level is then a
+bargain for an attacker. `level_costs` takes these, as whole numbers, rounded up. They favour the
+full level. What all levels lose at most is least with one over the number of steps that a level
+lasts by loss distributions; with strong noise the two are nearly the same ("Exact filters" in the
+book has both).
 
->>> level_costs([0.25, 0.5, 0.75, 1.0], sample_rate=512 / 60_000, noise_multiplier=3.425, block=39, steps=9375,
-...             target_epsilon=0.9, target_delta=1e-5)
+>>> level_costs(
+...     [0.25, 0.5, 0.75, 1.0],
+...     sample_rate=512 / 60_000,
+...     noise_multiplier=3.425,
+...     block=39,
+...     steps=9375,
+...     target_epsilon=0.9,
+...     target_delta=1e-5,
+... )
 (1, 4, 9, 16)
 """
 
@@ -66,14 +76,15 @@ def level_costs(
     target_delta: float,
     block: int = 1,
 ) -> tuple[int, ...]:
-    """Whole costs in proportion to the Rényi divergence of each level at the order that decides at the target.
+    """Whole costs in proportion to the Rényi divergence of each level at the order that decides at
+    the target.
 
     Args:
         levels: (K,) ascending shares of the clip norm, in (0, 1].
         sample_rate: in (0, 1].
         noise_multiplier: of the full clip norm, above 0.
-        steps: of the run; the costs are as fine as they can be while rounding wastes more than a twentieth, and a run
-            at the full level costs at most 24,000.
+        steps: of the run; the costs are as fine as they can be while rounding wastes more than a
+            twentieth, and a run at the full level costs at most 24,000.
         target_epsilon, target_delta: where to be tight. Costs never decide whether a promise holds.
         block: steps for which a level holds.
 
@@ -85,7 +96,9 @@ def level_costs(
     """
     levels = check_levels(levels)
     steps, block = _checks.whole_number("steps", steps, 1), _checks.whole_number("block", block, 1)
-    level, count = _affordable(levels, sample_rate, noise_multiplier, steps, block, target_epsilon, target_delta)
+    level, count = _affordable(
+        levels, sample_rate, noise_multiplier, steps, block, target_epsilon, target_delta
+    )
     tilt, log_delta = SampledGaussian(sample_rate, noise_multiplier / level, block).reference(
         "remove", max(1, count), target_epsilon
     )
@@ -98,7 +111,8 @@ def level_costs(
     blocks = math.ceil(steps / block)
     largest = max(1, min(_MOST_UNITS // blocks, math.floor(64 * prices[-1] / prices[0])))
     least, chosen = math.inf, ()
-    # Costs are ceil(unit price). The full level is priced exactly: rounding takes nothing from who needs all of it.
+    # Costs are ceil(unit price). The full level is priced exactly: rounding takes nothing from who
+    # needs all of it.
     for top in range(1, largest + 1):
         unit = top / prices[-1]
         costs = tuple(math.ceil(unit * price * (1 - 1e-9)) for price in prices)
@@ -123,20 +137,24 @@ def calibrate_filter(
     block: int = 1,
     progress: bool | None = None,
 ) -> CalibratedFilter:
-    """The largest budget at a noise, or the least noise for a budget, that keeps (epsilon, delta) for every strategy.
+    """The largest budget at a noise, or the least noise for a budget, that keeps (epsilon, delta)
+    for every strategy.
 
-    Neighbouring relation: add or remove one example. Sampler: Poisson. What took long is kept in the data
-    folder (`dpcompanion.filters.cache`): the same question is answered at once.
+    Neighbouring relation: add or remove one example. Sampler: Poisson. What took long is kept in
+    the data folder (`dpcompanion.filters.cache`): the same question is answered at once.
 
     Args:
         target_epsilon: above 0.
         target_delta: in (0, 1).
         sample_rate: in (0, 1].
         levels: (K,) ascending shares of the clip norm, in (0, 1].
-        steps: of the run. A budget for all of them at the most expensive level is enough, and none is larger.
-        costs: (K,) whole numbers, at least 1: what a block at each level costs; by default `level_costs`.
+        steps: of the run. A budget for all of them at the most expensive level is enough, and none
+        is larger.
+        costs: (K,) whole numbers, at least 1: what a block at each level costs; by default
+        `level_costs`.
         noise_multiplier: above 0, to find the budget.
-        budget: to find the least noise, within a relative 1e-3; needs `costs`. One of the two must be given.
+        budget: to find the least noise, within a relative 1e-3; needs `costs`. One of the two must
+        be given.
         block: steps for which a level holds.
         progress: show a bar; by default on a terminal only.
 
@@ -146,8 +164,15 @@ def calibrate_filter(
     Raises:
         ValueError: an argument outside its range, or a target that cannot be met.
 
-    >>> found = calibrate_filter(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.01, noise_multiplier=1.0,
-    ...                          steps=100, levels=[0.5, 1.0], costs=[1, 8])
+    >>> found = calibrate_filter(
+    ...     target_epsilon=1.0,
+    ...     target_delta=1e-5,
+    ...     sample_rate=0.01,
+    ...     noise_multiplier=1.0,
+    ...     steps=100,
+    ...     levels=[0.5, 1.0],
+    ...     costs=[1, 8],
+    ... )
     >>> found.budget, found.delta <= 1e-5
     (800, True)
     """
@@ -162,7 +187,9 @@ def calibrate_filter(
             f"got noise_multiplier={noise_multiplier!r} and budget={budget!r}"
         )
     if noise_multiplier is not None:
-        noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
+        noise_multiplier = _checks.number(
+            "noise_multiplier", noise_multiplier, 0, math.inf, closed="neither"
+        )
     if costs is None:
         if noise_multiplier is None:
             raise ValueError("costs must be given with a budget, got None")
@@ -183,15 +210,33 @@ def calibrate_filter(
         )
     else:
         budget, reached = _largest_budget(
-            target_epsilon, target_delta, sample_rate, noise_multiplier, levels, tuple(costs), steps, block, progress
+            target_epsilon,
+            target_delta,
+            sample_rate,
+            noise_multiplier,
+            levels,
+            tuple(costs),
+            steps,
+            block,
+            progress,
         )
     return CalibratedFilter(
-        sample_rate, noise_multiplier, levels, tuple(costs), block, budget, target_epsilon, target_delta, reached
+        sample_rate,
+        noise_multiplier,
+        levels,
+        tuple(costs),
+        block,
+        budget,
+        target_epsilon,
+        target_delta,
+        reached,
     )
 
 
 def _affordable(levels, sample_rate, noise_multiplier, steps, block, epsilon, delta):
-    """The highest level of which a block is affordable by PLD, and how many blocks, at most those of the run."""
+    """The highest level of which a block is affordable by PLD, and how many blocks, at most those
+    of the run.
+    """
     blocks = math.ceil(steps / block)
     for level in reversed(levels):
         run = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier / level)
@@ -200,15 +245,19 @@ def _affordable(levels, sample_rate, noise_multiplier, steps, block, epsilon, de
         if compute_epsilon(**run, steps=block, delta=delta) <= epsilon:
             return level, find_steps(**run, target_epsilon=epsilon, target_delta=delta) // block
     raise ValueError(
-        f"target_epsilon={epsilon:g} cannot be met at target_delta={delta:g}: not even one block of "
+        f"target_epsilon={epsilon:g} cannot be met at target_delta={delta:g}: not even one block "
+        "of "
         f"{block} steps at level {levels[0]:g} does"
     )
 
 
 @cached()
-def _largest_budget(epsilon, delta, sample_rate, noise_multiplier, levels, costs, steps, block, progress):
+def _largest_budget(
+    epsilon, delta, sample_rate, noise_multiplier, levels, costs, steps, block, progress
+):
     level, count = _affordable(levels, sample_rate, noise_multiplier, steps, block, epsilon, delta)
-    # With more the constant strategy at that level would break the promise, or no example could spend it.
+    # With more the constant strategy at that level would break the promise, or no example could
+    # spend it.
     blocks, cost = math.ceil(steps / block), costs[levels.index(level)]
     budget = blocks * max(costs)
     if count < blocks:
@@ -221,13 +270,20 @@ def _largest_budget(epsilon, delta, sample_rate, noise_multiplier, levels, costs
         if budget < min(costs):
             break
         table = worst_case(
-            pairs, costs=costs, budget=budget, epsilon=epsilon, direction=direction, stop_above=delta, progress=progress
+            pairs,
+            costs=costs,
+            budget=budget,
+            epsilon=epsilon,
+            direction=direction,
+            stop_above=delta,
+            progress=progress,
         ).table
         budget = len(table) - 1 - int(table[-1] > delta)
         reached = max(reached, float(table[budget]))
     if budget < min(costs):
         raise ValueError(
-            f"target_epsilon={epsilon:g} cannot be met at target_delta={delta:g}: it leaves a budget of "
+            f"target_epsilon={epsilon:g} cannot be met at target_delta={delta:g}: it leaves a "
+            "budget of "
             f"{budget}, below the least cost, {min(costs)}"
         )
     return budget, reached
@@ -235,38 +291,73 @@ def _largest_budget(epsilon, delta, sample_rate, noise_multiplier, levels, costs
 
 @cached()
 def _least_noise(epsilon, delta, sample_rate, levels, costs, budget, block, progress):
-    game = dict(sample_rate=sample_rate, levels=levels, costs=costs, budget=budget, epsilon=epsilon, block=block)
+    game = dict(
+        sample_rate=sample_rate,
+        levels=levels,
+        costs=costs,
+        budget=budget,
+        epsilon=epsilon,
+        block=block,
+    )
     # Where to begin: what the level that needs most noise needs for itself.
     start = max(
         level
         * find_noise_multiplier(
-            target_epsilon=epsilon, target_delta=delta, sample_rate=sample_rate, steps=budget // cost * block
+            target_epsilon=epsilon,
+            target_delta=delta,
+            sample_rate=sample_rate,
+            steps=budget // cost * block,
         )
         for level, cost in zip(levels, costs)
         if cost <= budget
     )
-    found = _least(lambda noise: _delta(delta, noise_multiplier=noise, **game, progress=progress), start, delta)
+    found = _least(
+        lambda noise: _delta(delta, noise_multiplier=noise, **game, progress=progress), start, delta
+    )
     if found is None:
-        raise ValueError(f"target_epsilon={epsilon:g} cannot be met at target_delta={delta:g} with budget={budget}")
+        raise ValueError(
+            f"target_epsilon={epsilon:g} cannot be met at target_delta={delta:g} with "
+            f"budget={budget}"
+        )
     return found
 
 
-def _delta(target, *, sample_rate, noise_multiplier, levels, costs, budget, epsilon, block, progress):
-    """`adaptive_delta` where it is at most the target; else that of one direction, which is above the target, too."""
-    pairs, delta = [SampledGaussian(sample_rate, noise_multiplier / level, block) for level in levels], 0.0
+def _delta(
+    target, *, sample_rate, noise_multiplier, levels, costs, budget, epsilon, block, progress
+):
+    """`adaptive_delta` where it is at most the target; else that of one direction, which is above
+    the target, too.
+    """
+    pairs, delta = (
+        [SampledGaussian(sample_rate, noise_multiplier / level, block) for level in levels],
+        0.0,
+    )
     for direction in DIRECTIONS if sample_rate < 1 else DIRECTIONS[:1]:
-        game = worst_case(pairs, costs=costs, budget=budget, epsilon=epsilon, direction=direction, progress=progress)
+        game = worst_case(
+            pairs,
+            costs=costs,
+            budget=budget,
+            epsilon=epsilon,
+            direction=direction,
+            progress=progress,
+        )
         delta = max(delta, game.delta)
         if delta > target:
             break
     return delta
 
 
-def epsilon_of_budget(delta, sample_rate, noise_multiplier, levels, costs, budget, block, progress=None):
-    """The least epsilon, within a relative 1e-3 and never below, that a budget keeps at `delta`; inf beyond 1e4."""
+def epsilon_of_budget(
+    delta, sample_rate, noise_multiplier, levels, costs, budget, block, progress=None
+):
+    """The least epsilon, within a relative 1e-3 and never below, that a budget keeps at `delta`;
+    inf beyond 1e4.
+    """
     if budget < min(costs):
         return 0.0
-    return _least_epsilon(delta, sample_rate, noise_multiplier, levels, costs, budget, block, progress)[0]
+    return _least_epsilon(
+        delta, sample_rate, noise_multiplier, levels, costs, budget, block, progress
+    )[0]
 
 
 @cached()
@@ -297,9 +388,11 @@ def _least_epsilon(delta, sample_rate, noise_multiplier, levels, costs, budget, 
 
 
 def _least(delta_at, start, delta) -> tuple[float, float] | None:
-    """(x, delta there): the least x above 0 at which the falling `delta_at` is at most `delta`, within PRECISION; or
-    None where not even 1e4 times `start` is enough."""
-    # Not `accounting.search`: it is precise relative to x, its range ends with `start`, and delta there is wanted too.
+    """(x, delta there): the least x above 0 at which the falling `delta_at` is at most `delta`,
+    within PRECISION; or None where not even 1e4 times `start` is enough.
+    """
+    # Not `accounting.search`: it is precise relative to x, its range ends with `start`, and delta
+    # there is wanted too.
     low, x, found = None, start * (1 + PRECISION), None
     while True:
         value = delta_at(x)

@@ -1,21 +1,25 @@
-r"""A budget for each example that no run can exceed, at the price of loss distributions: the exact filter.
+r"""A budget for each example that no run can exceed, at the price of loss distributions: the exact
+filter.
 
-Each example has levels, shares :math:`z_1 < \dots < z_K` of the clip norm.  Before each block of m steps its gradient's
-norm decides which level it asks for (the norm, rounded up); in the block its gradients are clipped to that level, and
-it is charged c(z).  If that exceeds its budget, it is clipped to the largest level it affords, and leaves when none is
-left.
+Each example has levels, shares :math:`z_1 < \dots < z_K` of the clip norm. Before each block of m
+steps its gradient's norm decides which level it asks for (the norm, rounded up); in the block its
+gradients are clipped to that level, and it is charged c(z). If that exceeds its budget, it is
+clipped to the largest level it affords, and leaves when none is left.
 
-What is promised, before the run, for every data set: with the budget B of an example, all outputs together are
-(epsilon, delta) indistinguishable from those without it, for the epsilon and delta of `adaptive_delta`, however norms
-depend on the outputs before (individual DP; add or remove; Poisson sampling; others' levels and budgets may be anything
-that depends on their data and the outputs).  The bound is exact: some strategy of norms attains it, up to the grid.
+What is promised, before the run, for every data set: with the budget B of an example, all outputs
+together are (epsilon, delta) indistinguishable from those without it, for the epsilon and delta of
+`adaptive_delta`, however norms depend on the outputs before (individual DP; add or remove; Poisson
+sampling; others' levels and budgets may be anything that depends on their data and the outputs).
+The bound is exact: some strategy of norms attains it, up to the grid.
 
-Costs at which no level is a bargain depend on the epsilon that is promised, so each target has its own (they are those
-of `level_costs`): a person who is promised 3 beside people with 8 can use all of it.
+Costs at which no level is a bargain depend on the epsilon that is promised, so each target has its
+own (they are those of `level_costs`): a person who is promised 3 beside people with 8 can use all
+of it.
 
-To those who spent little.  Fix a threshold b beforehand.  For every event in which the example has spent at most b, the
-inequalities of (epsilon, delta) hold with the smaller delta of a filter of budget b: up to there the two runs are the
-same.  That is ``epsilon(delta, spent=b)``.  A threshold that is read off the run afterwards has no such promise.
+To those who spent little. Fix a threshold b beforehand. For every event in which the example has
+spent at most b, the inequalities of (epsilon, delta) hold with the smaller delta of a filter of
+budget b: up to there the two runs are the same. That is ``epsilon(delta, spent=b)``. A threshold
+that is read off the run afterwards has no such promise.
 
 What an example has `spent` is as private as the example.
 """
@@ -45,11 +49,11 @@ class ExactFilter(NormInput):
         noise_multiplier: noise over `max_grad_norm`, above 0.
         max_grad_norm: the clip norm of level 1, above 0.
         levels: (K,) ascending shares of the clip norm, in (0, 1].
-        costs: (K,) whole numbers, at least 1, that a block at each level costs an example; by default `level_costs` at
-            each example's own target.
+        costs: (K,) whole numbers, at least 1, that a block at each level costs an example; by
+            default `level_costs` at each example's own target.
         budget: whole numbers, at least the least cost, one or (n,); needs `costs`.
-        target_epsilon, target_delta: instead of `budget`: the largest that keeps each example's epsilon (a number above
-            0 or (n,)).
+        target_epsilon, target_delta: instead of `budget`: the largest that keeps each example's
+            epsilon (a number above 0 or (n,)).
         steps: of the run.
         block: steps for which a level holds.
         device: where the account is kept; norms may come from anywhere.
@@ -58,8 +62,16 @@ class ExactFilter(NormInput):
     Raises:
         ValueError: an argument outside its range, or a target that cannot be met.
 
-    >>> filter = ExactFilter(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=1.0, levels=[0.5, 1.0],
-    ...                      costs=[1, 8], budget=20, steps=100)
+    >>> filter = ExactFilter(
+    ...     3,
+    ...     sample_rate=0.01,
+    ...     noise_multiplier=1.0,
+    ...     max_grad_norm=1.0,
+    ...     levels=[0.5, 1.0],
+    ...     costs=[1, 8],
+    ...     budget=20,
+    ...     steps=100,
+    ... )
     >>> levels = filter.levels_for([3.0, 0.2, 0.0])
     >>> filter.record(levels, steps=1)
     >>> levels.tolist(), filter.spent.tolist()
@@ -94,14 +106,24 @@ class ExactFilter(NormInput):
     ):
         super().__init__(n, device=device)
         self.sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
-        self.noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
-        self.max_grad_norm = _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
+        self.noise_multiplier = _checks.number(
+            "noise_multiplier", noise_multiplier, 0, math.inf, closed="neither"
+        )
+        self.max_grad_norm = _checks.number(
+            "max_grad_norm", max_grad_norm, 0, math.inf, closed="neither"
+        )
         self.levels = tuple(check_levels(levels))
-        self.steps, self.block = _checks.whole_number("steps", steps, 1), _checks.whole_number("block", block, 1)
-        if (budget is None) == (target_epsilon is None) or (target_epsilon is None) != (target_delta is None):
+        self.steps, self.block = (
+            _checks.whole_number("steps", steps, 1),
+            _checks.whole_number("block", block, 1),
+        )
+        if (budget is None) == (target_epsilon is None) or (target_epsilon is None) != (
+            target_delta is None
+        ):
             raise ValueError(
                 "either budget, or target_epsilon and target_delta must be given, "
-                f"got budget={budget!r}, target_epsilon={target_epsilon!r}, target_delta={target_delta!r}"
+                f"got budget={budget!r}, target_epsilon={target_epsilon!r}, "
+                f"target_delta={target_delta!r}"
             )
         self._targets, self._progress, self.target_delta = {}, progress, target_delta
         if budget is None:
@@ -114,12 +136,17 @@ class ExactFilter(NormInput):
                 target_delta=target_delta,
             )
             _checks.in_interval("target_epsilon", target_epsilon, 0, math.inf, closed="neither")
-            distinct, which = torch.as_tensor(target_epsilon, dtype=torch.float64).cpu().unique(return_inverse=True)
+            distinct, which = (
+                torch.as_tensor(target_epsilon, dtype=torch.float64)
+                .cpu()
+                .unique(return_inverse=True)
+            )
             found = [
                 calibrate_filter(target_epsilon=epsilon, costs=costs, progress=progress, **run)
                 for epsilon in distinct.tolist()
             ]
-            # Where a run cannot spend what two targets allow, the same budget keeps the smaller one.
+            # Where a run cannot spend what two targets allow, the same budget keeps the smaller
+            # one.
             for answer in reversed(found):
                 self._targets[answer.costs, answer.budget] = (answer.target_delta, answer.epsilon)
             budget = torch.tensor([answer.budget for answer in found])[which]
@@ -130,19 +157,27 @@ class ExactFilter(NormInput):
         else:
             tables, which = [costs], torch.tensor(0)
         _checks.in_interval("budget", budget, 1, 2**53)
-        budget = torch.as_tensor(budget, dtype=torch.float64)  # which holds whole numbers up to 2^53
+        # which holds whole numbers up to 2^53
+        budget = torch.as_tensor(budget, dtype=torch.float64)
         if budget.shape not in ((), (self.n,)):
             raise ValueError(
-                f"budget or target_epsilon must be a number or have shape ({self.n},), got {tuple(budget.shape)}"
+                f"budget or target_epsilon must be a number or have shape ({self.n},), got "
+                f"{tuple(budget.shape)}"
             )
         if not torch.equal(budget, budget.round()):
             raise ValueError("budget must hold whole numbers, got fractions")
         which = torch.zeros((), dtype=torch.int64) if len(tables) == 1 else which
-        least = [int(budget[which == k].min() if len(tables) > 1 else budget.min()) for k in range(len(tables))]
-        tables = [tuple(check_costs(own, low, len(self.levels))[0]) for own, low in zip(tables, least)]
+        least = [
+            int(budget[which == k].min() if len(tables) > 1 else budget.min())
+            for k in range(len(tables))
+        ]
+        tables = [
+            tuple(check_costs(own, low, len(self.levels))[0]) for own, low in zip(tables, least)
+        ]
         self._budget = budget.to(self.device, torch.int64).expand(self.n).clone()
         self._spent = torch.zeros_like(self._budget)
-        # Who has which costs, (n,), and what a block costs each at no level and at each level, (n, K + 1).
+        # Who has which costs, (n,), and what a block costs each at no level and at each level, (n,
+        # K + 1).
         self._tables, self._which = tables, which.expand(self.n)
         self._costs = torch.tensor([(0, *own) for own in tables], device=self.device)
         self._costs = self._costs[which.to(self.device)].expand(self.n, -1)
@@ -163,24 +198,30 @@ class ExactFilter(NormInput):
         device: Device = None,
         progress: bool | None = None,
     ) -> "ExactFilter":
-        """The filter of a run of a `dpcompanion.training.DPSGDPlan` with one rate and one clip norm for all.
+        """The filter of a run of a `dpcompanion.training.DPSGDPlan` with one rate and one clip norm
+        for all.
 
         Args:
             plan: it gives the number of examples, rate, noise, clip norm, steps and delta.
-            target_epsilons: what is promised at the plan's delta: one number, one for each example, (n,), or {budget:
-                share} (`idp.budgets_for`). What exceeds the plan's own epsilon is never spent.
+            target_epsilons: what is promised at the plan's delta: one number, one for each example,
+                (n,), or {budget: share} (`idp.budgets_for`). What exceeds the plan's own epsilon is
+                never spent.
             levels: (K,) ascending shares of the clip norm, in (0, 1].
-            block: steps for which a level holds, by default half an epoch of the plan; the tracker that measures norms
-                should do so as often.
+            block: steps for which a level holds, by default half an epoch of the plan; the tracker
+                that measures norms should do so as often.
             costs, device, progress: as in `ExactFilter`.
 
         Raises:
-            ValueError: an argument outside its range, a target that cannot be met, or a plan with rates or clip norms
-                for each example, without noise, or with arithmetic="float".
+            ValueError: an argument outside its range, a target that cannot be met, or a plan with
+                rates or clip norms for each example, without noise, or with arithmetic="float".
 
         >>> from dpcompanion.training import DPSGDPlan
-        >>> plan = DPSGDPlan(n=4, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
-        >>> ExactFilter.for_plan(plan, {1.0: 0.5, 2.0: 0.5}, levels=[0.5, 1.0]).epsilon(1e-5).tolist()
+        >>> plan = DPSGDPlan(
+        ...     n=4, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5
+        ... )
+        >>> ExactFilter.for_plan(plan, {1.0: 0.5, 2.0: 0.5}, levels=[0.5, 1.0]).epsilon(
+        ...     1e-5
+        ... ).tolist()
         [2.0, 2.0, 1.0, 1.0]
         """
         return cls(
@@ -198,7 +239,9 @@ class ExactFilter(NormInput):
 
     @property
     def costs(self) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
-        """What a block costs at each level: (K,) whole numbers where they are the same for all, else (n, K)."""
+        """What a block costs at each level: (K,) whole numbers where they are the same for all,
+        else (n, K).
+        """
         if len(self._tables) == 1:
             return self._tables[0]
         return tuple(self._tables[k] for k in self._which.tolist())
@@ -219,8 +262,9 @@ class ExactFilter(NormInput):
         return self._budget - self._spent >= self._least_costs
 
     def levels_for(self, norms: Array) -> torch.Tensor:
-        """The norms to which the next block must clip, (n,) float64: the least level above each norm, or the largest
-        below that is affordable; 0 for norms of 0 and for examples with nothing left. Charges nothing.
+        """The norms to which the next block must clip, (n,) float64: the least level above each
+        norm, or the largest below that is affordable; 0 for norms of 0 and for examples with
+        nothing left. Charges nothing.
 
         Args:
             norms: (n,) gradient norms, at least 0, before clipping.
@@ -231,11 +275,13 @@ class ExactFilter(NormInput):
         return self._norms[self._payable(norms)]
 
     def record(self, levels: Array, steps: int) -> None:
-        """Charge `steps` steps in which gradients were clipped to `levels`, (n,), as `levels_for` gave them. A block
-        that is begun is charged in full. Where they lie on a GPU, this waits for it.
+        """Charge `steps` steps in which gradients were clipped to `levels`, (n,), as `levels_for`
+        gave them. A block that is begun is charged in full. Where they lie on a GPU, this waits for
+        it.
 
         Raises:
-            ValueError: levels that are none, or that some example cannot afford; nothing is recorded then.
+            ValueError: levels that are none, or that some example cannot afford; nothing is
+            recorded then.
         """
         blocks = -(-_checks.whole_number("steps", steps, 1) // self.block)
         levels = torch.as_tensor(levels, dtype=torch.float64, device=self.device)
@@ -244,23 +290,29 @@ class ExactFilter(NormInput):
         index = (levels[:, None] - self._norms).abs().argmin(dim=1)
         wrong = ~((levels - self._norms[index]).abs() <= 1e-6 * self._norms[index])
         if wrong.any():
-            raise ValueError(f"levels must be 0 or among {self._norms[1:].tolist()}, got {float(levels[wrong][0]):g}")
-        # By division: a product of 64 bits could wrap around. No budget pays for more blocks than 2^53.
+            raise ValueError(
+                f"levels must be 0 or among {self._norms[1:].tolist()}, got "
+                f"{float(levels[wrong][0]):g}"
+            )
+        # By division: a product of 64 bits could wrap around. No budget pays for more blocks than
+        # 2^53.
         blocks = min(blocks, 2**53 + 1)
         lacking = self._cost_of(index) > (self._budget - self._spent) // blocks
         if bool(lacking.any()):
             raise ValueError(
-                f"levels must be affordable for every example for {blocks} block(s) (see levels_for), but "
+                f"levels must be affordable for every example for {blocks} block(s) (see "
+                "levels_for), but "
                 f"{int(lacking.sum())} cannot afford them"
             )
         self._pay(index, blocks)
 
     def clip_norms(self, norms: Array) -> torch.Tensor:
-        """The norms to which the next step must clip, (n,) float64, charged: where a block begins, by `norms` as in
-        `levels_for`; within one they stay.
+        """The norms to which the next step must clip, (n,) float64, charged: where a block begins,
+        by `norms` as in `levels_for`; within one they stay.
 
-        Where filter and norms are on a GPU nothing here waits for it, nor in `levels_for`: norms that are refused count
-        as infinite, and are found when `epsilon` or `state_dict` is asked for.
+        Where filter and norms are on a GPU nothing here waits for it, nor in `levels_for`: norms
+        that are refused count as infinite, and are found when `epsilon` or `state_dict` is asked
+        for.
         """
         if not self._steps_left:
             index = self._payable(norms)
@@ -272,20 +324,25 @@ class ExactFilter(NormInput):
         return self._limits.clone()  # what a caller does to it must not move the next step's
 
     def epsilon(self, delta: float, *, spent: Array | None = None) -> torch.Tensor:
-        """What is promised to each example at `delta`, before the run: (n,) float64, within a relative 1e-3.
+        """What is promised to each example at `delta`, before the run: (n,) float64, within a
+        relative 1e-3.
 
         Args:
             delta: in (0, 1).
-            spent: a threshold fixed before the run: then what holds for all events in which the example spends at most
-                that.
+            spent: a threshold fixed before the run: then what holds for all events in which the
+                example spends at most that.
         """
         delta = _checks.number("delta", delta, 0, 1, closed="neither")
         self._check_nothing_refused()
         budgets = self._budget
         if spent is not None:
             budgets = budgets.clamp(max=_checks.whole_number("spent", spent, 0))
-        pairs, which = torch.stack([self._which, budgets.cpu()], dim=1).unique(dim=0, return_inverse=True)
-        promised = [self._epsilon_of(self._tables[table], budget, delta) for table, budget in pairs.tolist()]
+        pairs, which = torch.stack([self._which, budgets.cpu()], dim=1).unique(
+            dim=0, return_inverse=True
+        )
+        promised = [
+            self._epsilon_of(self._tables[table], budget, delta) for table, budget in pairs.tolist()
+        ]
         return torch.tensor(promised, dtype=torch.float64)[which].to(self.device)
 
     def _epsilon_of(self, costs, budget, delta):
@@ -293,13 +350,23 @@ class ExactFilter(NormInput):
         if delta == target_delta:
             return epsilon
         return epsilon_of_budget(
-            delta, self.sample_rate, self.noise_multiplier, self.levels, costs, budget, self.block, self._progress
+            delta,
+            self.sample_rate,
+            self.noise_multiplier,
+            self.levels,
+            costs,
+            budget,
+            self.block,
+            self._progress,
         )
 
     def _payable(self, norms):
-        wanted = torch.searchsorted(self._norms, self._checked_norms(norms)).clamp(max=len(self.levels))
+        wanted = torch.searchsorted(self._norms, self._checked_norms(norms)).clamp(
+            max=len(self.levels)
+        )
         left = self._budget - self._spent
-        # Mostly every example can pay. On an accelerator asking takes longer than to look for what each can pay.
+        # Mostly every example can pay. On an accelerator asking takes longer than to look for what
+        # each can pay.
         if not self._away(wanted) and bool((self._cost_of(wanted) <= left).all()):
             return wanted
         places = torch.arange(len(self._norms), device=self.device)
@@ -324,24 +391,37 @@ class ExactFilter(NormInput):
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from a `state_dict` of a filter with the same parameters and budgets; ValueError names what differs."""
+        """Go on from a `state_dict` of a filter with the same parameters and budgets; ValueError
+        names what differs.
+        """
         if (parameters := _checks.entry(state, "parameters")) != self._parameters():
-            raise ValueError(f"state must be of a filter with {self._parameters()}, got {parameters}")
-        tensors = {name: _checks.tensor_entry(state, name) for name in ("budget", "spent", "current")}
+            raise ValueError(
+                f"state must be of a filter with {self._parameters()}, got {parameters}"
+            )
+        tensors = {
+            name: _checks.tensor_entry(state, name) for name in ("budget", "spent", "current")
+        }
         for name, value in tensors.items():
             if value.shape != (self.n,) or value.dtype != torch.int64:
                 raise ValueError(
-                    f"state must hold {self.n} whole numbers as {name}, got {tuple(value.shape)} of {value.dtype}"
+                    f"state must hold {self.n} whole numbers as {name}, got {tuple(value.shape)} "
+                    f"of {value.dtype}"
                 )
         if not torch.equal(tensors["budget"].to(self.device), self._budget):
             raise ValueError("state must be of a filter with the same budgets, got others")
-        steps_left = _checks.whole_number("steps_left", _checks.entry(state, "steps_left"), 0, self.block - 1)
+        steps_left = _checks.whole_number(
+            "steps_left", _checks.entry(state, "steps_left"), 0, self.block - 1
+        )
         if not bool(((tensors["spent"] >= 0) & (tensors["spent"] <= tensors["budget"])).all()):
             raise ValueError("state must hold spent budgets between 0 and the whole, got others")
         _checks.in_interval("current", tensors["current"], 0, len(self.levels))
         if bool((tensors["spent"] < self._cost_of(tensors["current"].to(self.device)).cpu()).any()):
-            raise ValueError("state must hold spent budgets that cover the cost of the current levels, got less")
-        self._spent, self._current = (tensors[name].to(self.device).clone() for name in ("spent", "current"))
+            raise ValueError(
+                "state must hold spent budgets that cover the cost of the current levels, got less"
+            )
+        self._spent, self._current = (
+            tensors[name].to(self.device).clone() for name in ("spent", "current")
+        )
         self._limits, self._steps_left = None, steps_left
 
     def _parameters(self):

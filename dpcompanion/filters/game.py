@@ -1,23 +1,27 @@
-r"""The largest delta of adaptive choices within a budget, by dynamic programming; which levels and costs are allowed.
+r"""The largest delta of adaptive choices within a budget, by dynamic programming; which levels and
+costs are allowed.
 
-The game.  A run has stages.  Before each one a player, who sees all outputs so far, chooses one of K mechanisms, with
-dominating pairs :math:`(P_z, Q_z)` and whole costs :math:`c_z \ge 1`, and the costs must not add up to more than a
-budget B. With :math:`L_z = \ln(P_z/Q_z)` under :math:`P_z` and :math:`V(0, s) = (1 - e^{\varepsilon - s})_+`,
+The game. A run has stages. Before each one a player, who sees all outputs so far, chooses one of K
+mechanisms, with dominating pairs :math:`(P_z, Q_z)` and whole costs :math:`c_z \ge 1`, and the
+costs must not add up to more than a budget B. With :math:`L_z = \ln(P_z/Q_z)` under :math:`P_z` and
+:math:`V(0, s) = (1 - e^{\varepsilon - s})_+`,
 
 .. math:: V(b, s) = \max\Big( V(b-1, s),\; \max_{z: c_z \le b} E\big[V(b - c_z, s + L_z)\big] \Big)
 
-is the worst delta when the loss so far is s and b is left: :math:`\delta(\varepsilon) \le V(B, 0)` for every strategy,
-and some strategy attains it.  The proof is in the book ("Exact filters"): every V(b, -ln x) is convex in x, so
-domination carries over from the hockey sticks to V, backwards, stage by stage.
+is the worst delta when the loss so far is s and b is left: :math:`\delta(\varepsilon) \le V(B, 0)`
+for every strategy, and some strategy attains it. The proof is in the book ("Exact filters"): every
+V(b, -ln x) is convex in x, so domination carries over from the hockey sticks to V, backwards, stage
+by stage.
 
 What is computed lies above V, never below:
 
 * the losses are on a grid (`pairs`), which by the same convexity can only raise V;
-* to the left of the window V keeps the value of its end (or Chernoff's bound); to the right it is a chord of the convex
-  function, up to 1;
-* all is tilted, :math:`U(b, s) = V(b, s)\, e^{\lambda (\varepsilon - s)}` with the saddle point :math:`\lambda` of the
-  worst constant strategy, so that rounding is relative to delta and not to 1; a bound on the rounding of every
-  transform and on every truncated mass is carried along and added.
+* to the left of the window V keeps the value of its end (or Chernoff's bound); to the right it is a
+  chord of the convex function, up to 1;
+* all is tilted, :math:`U(b, s) = V(b, s)\, e^{\lambda (\varepsilon - s)}` with the saddle point
+  :math:`\lambda` of the worst constant strategy, so that rounding is relative to delta and not to
+  1; a bound on the rounding of every transform and on every truncated mass is carried along and
+  added.
 
 A stage costs K + 1 Fourier transforms.
 
@@ -47,9 +51,11 @@ TOLERANCE = 2e-3
 _UNIT = 2.0**-53
 _WIDTH = 7.0  # standard deviations of the tilted path that the window holds to either side
 _LOG_CAPPED = math.log(1e-5)  # the part of delta that the caps on the losses may add
-_MOST_WORK = 1e9  # budget x levels x grid points; more than that gets a coarser grid, and the error says so
+# budget x levels x grid points; more than that gets a coarser grid, and the error says so
+_MOST_WORK = 1e9
 _LARGEST_GRID = 1 << 20
-_LEAST, _LARGEST_MASS = -150.0, 250.0  # logarithms: smaller deltas are not resolved, larger tilted masses avoided
+# logarithms: smaller deltas are not resolved, larger tilted masses avoided
+_LEAST, _LARGEST_MASS = -150.0, 250.0
 _SMALL = 1 << 12  # a window of all sums that can occur is taken where it is no larger
 
 
@@ -62,10 +68,11 @@ class Game:
         epsilon: at which delta is meant.
         table: (B + 1,) upper bounds on the worst delta within each budget from 0 to B; ascending.
         interval: spacing of the grid.
-        error: what the discretisation may have added to epsilon, to first order (it never subtracts).
+        error: what the discretisation may have added to epsilon, to first order (it never
+        subtracts).
         first: index of the first grid point of `choices`.
-        choices: (B + 1, points) int8, if asked for: which level to play with b left at ``(first + j) * interval``; -1
-            to leave a unit of the budget unspent.
+        choices: (B + 1, points) int8, if asked for: which level to play with b left at ``(first +
+            j) * interval``; -1 to leave a unit of the budget unspent.
     """
 
     direction: str
@@ -94,8 +101,8 @@ def worst_case(
     choices: bool = False,
     progress: bool | None = None,
 ) -> Game:
-    r"""The worst delta of any adaptive sequence of these mechanisms within a budget: an upper bound, tight up to its
-    grid.
+    r"""The worst delta of any adaptive sequence of these mechanisms within a budget: an upper
+    bound, tight up to its grid.
 
     Args:
         pairs: K objects of `dpcompanion.filters.pairs`, which may be of different kinds.
@@ -119,20 +126,28 @@ def worst_case(
     _checks.one_of("direction", direction, DIRECTIONS)
     if interval is not None:
         interval = _checks.number("interval", interval, 0, math.inf, closed="neither")
-    # Who cannot pay for a level cannot play it; its law would only widen the window and the bounds on what is lost.
+    # Who cannot pay for a level cannot play it; its law would only widen the window and the bounds
+    # on what is lost.
     affordable = [k for k, cost in enumerate(costs) if cost <= budget]
     pairs, costs = [pairs[k] for k in affordable], [costs[k] for k in affordable]
     times = [budget // cost for cost in costs]
     references = [pair.reference(direction, count, epsilon) for pair, count in zip(pairs, times)]
     tilt, log_delta = max(references, key=lambda reference: reference[1])
-    if budget * max(pair.largest_loss(direction) / cost for pair, cost in zip(pairs, costs)) <= epsilon:
+    if (
+        budget * max(pair.largest_loss(direction) / cost for pair, cost in zip(pairs, costs))
+        <= epsilon
+    ):
         return Game(direction, epsilon, np.zeros(budget + 1), 0.0, 0.0)
     log_capped = [_LOG_CAPPED + max(log_delta, _LEAST) - math.log(count) for count in times]
-    # A tilt that goes for deltas far below what floats hold, or that the moments do not allow, is too large.
+    # A tilt that goes for deltas far below what floats hold, or that the moments do not allow, is
+    # too large.
     while (
         tilt > 1e-3
         and not budget
-        * max(pair.log_mass(direction, tilt, log) / cost for pair, cost, log in zip(pairs, costs, log_capped))
+        * max(
+            pair.log_mass(direction, tilt, log) / cost
+            for pair, cost, log in zip(pairs, costs, log_capped)
+        )
         <= _LARGEST_MASS
     ):
         tilt *= 0.7
@@ -140,33 +155,57 @@ def worst_case(
         interval = _interval(times, tilt, epsilon)
     while True:
         laws = [
-            pair.law(direction, tilt=tilt, interval=interval, log_capped=log) for pair, log in zip(pairs, log_capped)
+            pair.law(direction, tilt=tilt, interval=interval, log_capped=log)
+            for pair, log in zip(pairs, log_capped)
         ]
         if tilt > 1e-3 and budget * _growth(laws, costs) > _LARGEST_MASS:
             tilt *= 0.7
             continue
         low, high = _ends(laws, times, interval, epsilon)
-        if tilt > 1e-3 and tilt * max(high * interval - epsilon, epsilon - low * interval) > 2 * _LARGEST_MASS:
+        if (
+            tilt > 1e-3
+            and tilt * max(high * interval - epsilon, epsilon - low * interval) > 2 * _LARGEST_MASS
+        ):
             tilt *= 0.7
             continue
         work = budget * len(pairs) * (high - low + 1)
         if work <= _MOST_WORK and high - low < _LARGEST_GRID:
             break
         interval *= 1.25 * max(1.0, min(work / _MOST_WORK, 4.0))
-    table, kept = _play(laws, costs, budget, epsilon, _Grid(tilt, interval, low, high), stop_above, choices, progress)
-    rise = max(count * max(math.log(law.masses.sum()) - law.log_mass, 0.0) for law, count in zip(laws, times))
-    # Where delta falls faster than the tilt says the errors of the grid weigh more; and within a cell it is a chord.
+    table, kept = _play(
+        laws,
+        costs,
+        budget,
+        epsilon,
+        _Grid(tilt, interval, low, high),
+        stop_above,
+        choices,
+        progress,
+    )
+    rise = max(
+        count * max(math.log(law.masses.sum()) - law.log_mass, 0.0)
+        for law, count in zip(laws, times)
+    )
+    # Where delta falls faster than the tilt says the errors of the grid weigh more; and within a
+    # cell it is a chord.
     error = 2 * rise / tilt if epsilon >= 50 * interval else max(2 * rise / tilt, interval)
     if kept is not None:
-        kept = np.array([*affordable, -1], dtype=np.int8)[kept]  # -1, for a unit unspent, is the last entry
+        # -1, for a unit unspent, is the last entry
+        kept = np.array([*affordable, -1], dtype=np.int8)[kept]
     return Game(direction, epsilon, table, interval, error, low, kept)
 
 
 def check_costs(costs, budget, count):
-    """Whole costs of `count` levels and a budget that pays for one at least; ValueError names what is wrong."""
-    costs = [_checks.whole_number("costs", cost, 1, 2**53) for cost in np.asarray(costs).ravel().tolist()]
+    """Whole costs of `count` levels and a budget that pays for one at least; ValueError names what
+    is wrong.
+    """
+    costs = [
+        _checks.whole_number("costs", cost, 1, 2**53) for cost in np.asarray(costs).ravel().tolist()
+    ]
     if len(costs) != count or not count:
-        raise ValueError(f"costs must hold one whole number for each of the {count} levels, got {len(costs)}")
+        raise ValueError(
+            f"costs must hold one whole number for each of the {count} levels, got {len(costs)}"
+        )
     budget = _checks.whole_number("budget", budget, 1)
     if budget < min(costs):
         raise ValueError(f"budget must be at least the least cost, {min(costs)}, got {budget}")
@@ -184,17 +223,26 @@ def check_levels(levels):
 
 def _growth(laws, costs):
     """How fast the logarithm of the tilted mass of a path may grow, a unit of the budget."""
-    return max(0.0, max(math.log(law.masses.sum() + law.lost) / cost for law, cost in zip(laws, costs)))
+    return max(
+        0.0, max(math.log(law.masses.sum() + law.lost) / cost for law, cost in zip(laws, costs))
+    )
 
 
 def _interval(times, tilt, epsilon):
     # Sharing masses between the ends of a cell adds (1 + tilt) h^2 / 12 to epsilon, a stage.
     error = TOLERANCE * max(epsilon, 1e-3 / tilt)
-    return min(math.sqrt(12 * error / (max(times) * (1 + tilt))), 0.5 / tilt, (epsilon + 0.01 / tilt) / 30, 0.1)
+    return min(
+        math.sqrt(12 * error / (max(times) * (1 + tilt))),
+        0.5 / tilt,
+        (epsilon + 0.01 / tilt) / 30,
+        0.1,
+    )
 
 
 def _ends(laws, times, interval, epsilon):
-    """The window, in grid points: where tilted paths from 0 to epsilon go, and no farther than any path can."""
+    """The window, in grid points: where tilted paths from 0 to epsilon go, and no farther than any
+    path can.
+    """
     least = min(count * min(law.first, 0) for law, count in zip(laws, times))
     most = max(count * max(law.first + len(law.masses) - 1, 0) for law, count in zip(laws, times))
     goal = math.ceil(epsilon / interval)
@@ -207,7 +255,8 @@ def _ends(laws, times, interval, epsilon):
         mean = float(weights @ places)
         spread = max(spread, math.sqrt(count * float(weights @ (places - mean) ** 2)))
         drift = max(drift, count * mean)
-    # A bridge of `drift` with this spread is widest where drift (1 - t) - width spread sqrt(t (1 - t)) is least.
+    # A bridge of `drift` with this spread is widest where drift (1 - t) - width spread sqrt(t (1 -
+    # t)) is least.
     edge = math.ceil((math.hypot(drift, _WIDTH * spread) - drift) / 2) + 16
     low = min(-edge, min(law.first for law in laws))
     high = max(goal, math.ceil(drift)) + max(edge, max(law.first + len(law.masses) for law in laws))
@@ -215,7 +264,9 @@ def _ends(laws, times, interval, epsilon):
 
 
 class _Grid(NamedTuple):
-    """The tilt of losses, and the spacing and the ends of their grid: from low to high times the interval."""
+    """The tilt of losses, and the spacing and the ends of their grid: from low to high times the
+    interval.
+    """
 
     tilt: float
     interval: float
@@ -234,25 +285,36 @@ def _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress):
     for kernel, law in zip(kernels, laws):
         np.add.at(kernel, (law.first + np.arange(len(law.masses))) % points, law.masses)
     spectra = np.conj(cast(np.ndarray, rfft(kernels, axis=1)))
-    # Three transforms, each with a relative error below 7 log2(points) units (Higham 2002, theorem 24.2), doubled.
-    rounding = [42 * math.log2(points) * _UNIT * float(np.linalg.norm(law.masses)) + law.blur for law in laws]
+    # Three transforms, each with a relative error below 7 log2(points) units (Higham 2002, theorem
+    # 24.2), doubled.
+    rounding = [
+        42 * math.log2(points) * _UNIT * float(np.linalg.norm(law.masses)) + law.blur
+        for law in laws
+    ]
     growth = _growth(laws, costs)
     capped = max(law.capped / cost for law, cost in zip(laws, costs))
-    # Any U is at most chernoff: (1 - e^(epsilon - s))_+ <= kappa e^(tilt (s - epsilon)), times the mass of the path.
+    # Any U is at most chernoff: (1 - e^(epsilon - s))_+ <= kappa e^(tilt (s - epsilon)), times the
+    # mass of the path.
     log_chernoff = tilt * math.log(tilt) - (1 + tilt) * math.log1p(tilt)
 
     losses = (low + np.arange(size)) * interval
     below = np.exp(tilt * interval * np.arange(left, 0, -1))  # from the left end outwards, reversed
     beyond = (high + np.arange(1, right + 1)) * interval
-    ones, chord = np.exp(tilt * (epsilon - beyond)), np.exp(tilt * (epsilon - beyond) - (beyond - high * interval))
+    ones, chord = (
+        np.exp(tilt * (epsilon - beyond)),
+        np.exp(tilt * (epsilon - beyond) - (beyond - high * interval)),
+    )
     to_value = math.exp(-tilt * (epsilon - high * interval))
-    now = -np.expm1(np.minimum(epsilon - losses, 0)) * np.exp(tilt * np.minimum(epsilon - losses, 0))
+    now = -np.expm1(np.minimum(epsilon - losses, 0)) * np.exp(
+        tilt * np.minimum(epsilon - losses, 0)
+    )
 
     ring, order = max(costs) + 1, np.array(costs)
     history = np.zeros((ring, points // 2 + 1), dtype=complex)
     padded, table = np.zeros(points), np.zeros(budget + 1)
     kept = np.full((budget + 1, size), -1, dtype=np.int8) if choices else None
-    # What rounding and cut-off tails may have taken, by units: along the plays of a path, none of an idle unit.
+    # What rounding and cut-off tails may have taken, by units: along the plays of a path, none of
+    # an idle unit.
     slacks, norms, slack = [0.0] * ring, [0.0] * ring, 0.0
     scale = math.exp(-tilt * epsilon)
     rows = np.arange(len(laws))
@@ -263,24 +325,35 @@ def _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress):
                 products = history[(b - order[playable]) % ring] * spectra[playable]
                 values = cast(np.ndarray, irfft(products, n=points, axis=1))[:, :size]
                 for k in rows[playable]:
-                    i, most = (b - costs[k]) % ring, math.exp(log_chernoff + growth * (b - costs[k]))
+                    i, most = (
+                        (b - costs[k]) % ring,
+                        math.exp(log_chernoff + growth * (b - costs[k])),
+                    )
                     taken = rounding[k] * norms[i] + laws[k].lost * most
                     slack = max(slack, slacks[i] * math.exp(growth * costs[k]) + taken)
                 last = now
                 if kept is not None and playable.any():
                     best = values.argmax(axis=0)
-                    kept[b] = np.where(values[best, np.arange(size)] > last, rows[playable][best], -1)
+                    kept[b] = np.where(
+                        values[best, np.arange(size)] > last, rows[playable][best], -1
+                    )
                 now = np.maximum(last, values.max(axis=0)) if playable.any() else last
                 advance()
             if low <= 0 <= high:
-                table[b] = min(1.0, scale * (now[-low] + slack) * (1 + 1e-12 + 1e-14 * b) + b * capped)
+                table[b] = min(
+                    1.0, scale * (now[-low] + slack) * (1 + 1e-12 + 1e-14 * b) + b * capped
+                )
                 if stop_above is not None and table[b] > stop_above:
                     table = table[: b + 1]
                     break
             padded[:size] = now
-            padded[size : size + right] = ones - max(1.0 - (now[-1] + slack) * to_value, 0.0) * chord
+            padded[size : size + right] = (
+                ones - max(1.0 - (now[-1] + slack) * to_value, 0.0) * chord
+            )
             if left:
-                padded[points - left :] = np.minimum((now[0] + slack) * below, math.exp(log_chernoff + growth * b))
+                padded[points - left :] = np.minimum(
+                    (now[0] + slack) * below, math.exp(log_chernoff + growth * b)
+                )
             history[b % ring], slacks[b % ring] = rfft(padded), slack
             norms[b % ring] = float(np.linalg.norm(padded)) + slack * math.sqrt(size)
     return np.maximum.accumulate(table), kept
@@ -298,11 +371,12 @@ def adaptive_delta(
     interval: float | None = None,
     progress: bool | None = None,
 ) -> float:
-    r"""Delta at `epsilon` of a run whose norms adapt to its outputs within a budget: an upper bound.
+    r"""Delta at `epsilon` of a run whose norms adapt to its outputs within a budget: an upper
+    bound.
 
-    Before each block of steps the example's level z is any function of the outputs so far, and of the example; its
-    gradients are clipped to z times the clip norm during the block, which costs c(z) of the budget. Neighbouring
-    relation: add or remove one example. Sampler: Poisson.
+    Before each block of steps the example's level z is any function of the outputs so far, and of
+    the example; its gradients are clipped to z times the clip norm during the block, which costs
+    c(z) of the budget. Neighbouring relation: add or remove one example. Sampler: Poisson.
 
     Args:
         sample_rate: in (0, 1].
@@ -312,8 +386,8 @@ def adaptive_delta(
         budget: a whole number, at least the least cost.
         epsilon: at least 0.
         block: steps for which a level holds.
-        interval: spacing of the grid; None chooses it for an error of about `game.TOLERANCE` of epsilon (`play` says
-            the error).
+        interval: spacing of the grid; None chooses it for an error of about `game.TOLERANCE` of
+            epsilon (`play` says the error).
         progress: show a bar; by default on a terminal only.
 
     Returns:
@@ -362,7 +436,8 @@ def play(
     block: int = 1,
     **options: Any,
 ) -> Games:
-    """The games of `adaptive_delta` in both directions, with their errors, tables and, if asked for, choices.
+    """The games of `adaptive_delta` in both directions, with their errors, tables and, if asked
+    for, choices.
 
     Args:
         sample_rate: in (0, 1].
@@ -379,12 +454,16 @@ def play(
     """
     levels = check_levels(levels)
     sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
-    noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
+    noise_multiplier = _checks.number(
+        "noise_multiplier", noise_multiplier, 0, math.inf, closed="neither"
+    )
     block = _checks.whole_number("block", block, 1)
     pairs = [SampledGaussian(sample_rate, noise_multiplier / level, block) for level in levels]
     # Full batches lose the same in both directions.
     games = [
-        worst_case(pairs, costs=costs, budget=budget, epsilon=epsilon, direction=direction, **options)
+        worst_case(
+            pairs, costs=costs, budget=budget, epsilon=epsilon, direction=direction, **options
+        )
         for direction in (DIRECTIONS if sample_rate < 1 else DIRECTIONS[:1])
     ]
     return Games(games[0], games[-1])

@@ -1,7 +1,7 @@
 """The norms of all examples, which a filter takes before each step.
 
-Where filter and norms lie on a GPU, nothing here waits for it: a norm that is out of range counts as infinite, so that
-what the filter promises holds, is noted, and refused when the filter is read.
+Where filter and norms lie on a GPU, nothing here waits for it: a norm that is out of range counts
+as infinite, so that what the filter promises holds, is noted, and refused when the filter is read.
 
 >>> inputs = NormInput(2, device=None)
 >>> inputs._checked_norms([0.3, 7.0])
@@ -36,19 +36,22 @@ class NormInput:
         raise NotImplementedError
 
     def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
-        """What the filter promises to each example at `delta`, for `accounting.Ledger.add`: an (epsilon, delta)
-        guarantee, before the run and for every data set, whatever was spent.
+        """What the filter promises to each example at `delta`, for `accounting.Ledger.add`: an
+        (epsilon, delta) guarantee, before the run and for every data set, whatever was spent.
 
         Raises:
             ValueError: a delta outside (0, 1), or None.
         """
         if delta is None:
             raise ValueError(
-                "delta must be given, at which the filter's promise is taken (add(filter, delta=)), got None"
+                "delta must be given, at which the filter's promise is taken (add(filter, "
+                "delta=)), got None"
             )
         delta = _checks.number("delta", delta, 0, 1, closed="neither")
         distinct, which = self.epsilon(delta).cpu().unique(return_inverse=True)
-        promised = PersonalCosts.each([Guarantee(epsilon, delta) for epsilon in distinct.tolist()], which)
+        promised = PersonalCosts.each(
+            [Guarantee(epsilon, delta) for epsilon in distinct.tolist()], which
+        )
         worst = Guarantee(float(distinct[-1]), delta)
         return LedgerEntry(worst, promised=promised, relation=self.relation, unit=self.unit)
 
@@ -58,7 +61,9 @@ class NormInput:
         return self
 
     def _checked_norms(self, norms, most=math.inf, slack=0.0):
-        """Norms from 0 to `most`, relatively at most `slack` above it, as (n,) float64 on the filter's device."""
+        """Norms from 0 to `most`, relatively at most `slack` above it, as (n,) float64 on the
+        filter's device.
+        """
         norms = torch.as_tensor(norms, dtype=torch.float64)
         if norms.shape != (self.n,):
             raise ValueError(f"norms must have shape ({self.n},), got {tuple(norms.shape)}")
@@ -78,6 +83,7 @@ class NormInput:
     def _check_nothing_refused(self):
         if self._wrong is not None and bool(self._wrong):
             raise ValueError(
-                "norms must be at least 0, and for a RenyiFilter at most max_grad_norm, but some that the filter was "
+                "norms must be at least 0, and for a RenyiFilter at most max_grad_norm, but some "
+                "that the filter was "
                 "given on the device were not"
             )

@@ -1,4 +1,6 @@
-"""By how much an example's gradient depends on the rest of its batch; accounting for floats assumes by nothing."""
+"""By how much an example's gradient depends on the rest of its batch; accounting for floats assumes
+by nothing.
+"""
 
 import torch
 
@@ -19,11 +21,12 @@ def batch_dependence_error(
     generator: torch.Generator | None = None,
     method: str = "auto",
 ) -> float:
-    """By how much an example's gradient depends on the rest of its batch: the largest relative change that is seen.
+    """By how much an example's gradient depends on the rest of its batch: the largest relative
+    change that is seen.
 
-    The gradient of each of some examples, as a run with ``arithmetic="float"`` adds it up, alone and in batches of
-    random size and composition; the norm of the difference to the gradient alone, over its norm. It is a measurement on
-    this machine and these data, not a bound.
+    The gradient of each of some examples, as a run with ``arithmetic="float"`` adds it up, alone
+    and in batches of random size and composition; the norm of the difference to the gradient alone,
+    over its norm. It is a measurement on this machine and these data, not a bound.
 
     Args:
         model: a module that treats examples one by one.
@@ -39,7 +42,8 @@ def batch_dependence_error(
         A float.
     """
     examples, batches = (
-        _checks.whole_number(name, value, 1) for name, value in (("examples", examples), ("batches", batches))
+        _checks.whole_number(name, value, 1)
+        for name, value in (("examples", examples), ("batches", batches))
     )
     size = _checks.whole_number("size", size, 2, len(x))
     if method == "auto":
@@ -57,7 +61,14 @@ def batch_dependence_error(
             limits = torch.full((len(rows),), 1e-300, dtype=torch.float64)
             limits[place] = 1e300
             found = clipping.clipped_sum(
-                model, loss, x[rows], y[rows], limits, method=method, float64=True, microbatch_size=size
+                model,
+                loss,
+                x[rows],
+                y[rows],
+                limits,
+                method=method,
+                float64=True,
+                microbatch_size=size,
             )
             vector = torch.cat([g.flatten() for g in found.gradients.values()])
             if alone is None:

@@ -1,8 +1,9 @@
-"""Examples whose inputs are several tensors, as one object that is cut along its first axis like a tensor.
+"""Examples whose inputs are several tensors, as one object that is cut along its first axis like a
+tensor.
 
-A language model takes token ids, a mask and labels; a person's rows come with the number of them.  `Batch` holds such
-tensors by name, and a nesting of them (`Batch.of`).  It is a pytree of PyTorch's, so that `torch.func.vmap` maps over
-its examples.
+A language model takes token ids, a mask and labels; a person's rows come with the number of them.
+`Batch` holds such tensors by name, and a nesting of them (`Batch.of`). It is a pytree of PyTorch's,
+so that `torch.func.vmap` maps over its examples.
 
 >>> batch = Batch(ids=torch.arange(6).view(3, 2), mask=torch.ones(3, 2))
 >>> len(batch), batch[torch.tensor([2, 0])]["ids"].tolist()
@@ -40,13 +41,17 @@ class Batch:
                 raise ValueError(f"{name!r} must be a tensor with one entry an example, got {got}")
         lengths = {name: len(t) for name, t in tensors.items()}
         if len(set(lengths.values())) != 1:
-            raise ValueError(f"tensors of a batch must have as many examples each, at least one tensor, got {lengths}")
+            raise ValueError(
+                "tensors of a batch must have as many examples each, at least one tensor, got "
+                f"{lengths}"
+            )
         self.tensors: dict[str, Any] = tensors
         self._nesting: Any = {name: name for name in tensors}
 
     @classmethod
     def of(cls, tree: Any) -> "Batch":
-        """A nesting of mappings, lists and tuples of tensors, or a tensor, as one batch; `tree` gives it back.
+        """A nesting of mappings, lists and tuples of tensors, or a tensor, as one batch; `tree`
+        gives it back.
 
         Raises:
             ValueError: as of `Batch`, or for what is no such nesting.
@@ -61,7 +66,9 @@ class Batch:
                 return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
             name = ".".join(path) or WHOLE
             if name in tensors:
-                raise ValueError(f"tensors of a batch must have names of their own, got {name!r} twice")
+                raise ValueError(
+                    f"tensors of a batch must have names of their own, got {name!r} twice"
+                )
             tensors[name] = tree
             return name
 
@@ -88,7 +95,9 @@ class Batch:
         return Batch._of({name: function(t) for name, t in self.tensors.items()}, self._nesting)
 
     def __getitem__(self, index: Any) -> Any:
-        """The tensor of that name, or for rows (a slice, a tensor of indices or booleans) the batch of these."""
+        """The tensor of that name, or for rows (a slice, a tensor of indices or booleans) the batch
+        of these.
+        """
         return self.tensors[index] if isinstance(index, str) else self.map(lambda t: t[index])
 
     def __contains__(self, name: str) -> bool:
@@ -116,7 +125,9 @@ class Batch:
     @property
     def dtype(self) -> torch.dtype:
         """The type of the first floating-point tensor, or that of the first."""
-        return next((t.dtype for t in self.tensors.values() if t.is_floating_point()), self._first.dtype)
+        return next(
+            (t.dtype for t in self.tensors.values() if t.is_floating_point()), self._first.dtype
+        )
 
     @property
     def shape(self) -> tuple[Any, ...]:

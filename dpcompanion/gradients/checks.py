@@ -1,4 +1,5 @@
-"""What must hold of data, model, loss and optimizer before a run begins; otherwise one ValueError says what is wrong.
+"""What must hold of data, model, loss and optimizer before a run begins; otherwise one ValueError
+says what is wrong.
 
 >>> import torch
 >>> check_data(torch.zeros(3, 2).numpy(), torch.zeros(3))
@@ -24,28 +25,34 @@ from dpcompanion.gradients.batches import Batch
 from dpcompanion.gradients.traces import drawing_alike, evaluating, naming, probing
 
 PRECISIONS = (None, "bf16")
-_ROUNDS, _READINGS = 8, 20  # how often an item must have changed, and only after another, before that is no chance
+# how often an item must have changed, and only after another, before that is no chance
+_ROUNDS, _READINGS = 8, 20
 
 
 def check_data(x, y, n=None):
     """x and y are tensors of equally many examples, n if it is given."""
     if not (isinstance(x, (torch.Tensor, Batch)) and isinstance(y, (torch.Tensor, Batch))):
         raise ValueError(
-            f"data must be two tensors (x, y), got a {type(x).__name__} and a {type(y).__name__}; use torch.as_tensor"
+            f"data must be two tensors (x, y), got a {type(x).__name__} and a {type(y).__name__}; "
+            "use torch.as_tensor"
         )
     if not (x.ndim and y.ndim) or len(x) != len(y) or n not in (None, len(x)):
         wanted = "as many inputs as targets" if n is None else f"plan.n = {n} examples"
         raise ValueError(
-            f"data must hold {wanted}, got inputs of shape {tuple(x.shape)} and targets of shape {tuple(y.shape)}"
+            f"data must hold {wanted}, got inputs of shape {tuple(x.shape)} and targets of shape "
+            f"{tuple(y.shape)}"
         )
 
 
 def check_types(model, x):
-    """The model's trainable parameters are of one floating-point type, which inputs with a fraction have too."""
+    """The model's trainable parameters are of one floating-point type, which inputs with a fraction
+    have too.
+    """
     types = {p.dtype for p in model.parameters() if p.requires_grad}
     if len(types) > 1 or not all(dtype.is_floating_point for dtype in types):
         raise ValueError(
-            f"model must have trainable parameters of one floating-point type, got {', '.join(sorted(map(str, types)))}"
+            "model must have trainable parameters of one floating-point type, got "
+            f"{', '.join(sorted(map(str, types)))}"
         )
     for dtype in types:
         if x.is_floating_point() and x.dtype != dtype:
@@ -56,19 +63,23 @@ def check_types(model, x):
 
 
 def check_model(model):
-    """Refuse layers that mix examples or keep statistics of them, and models that are spread over processes.
+    """Refuse layers that mix examples or keep statistics of them, and models that are spread over
+    processes.
 
-    A batch norm in evaluation mode, with statistics that it has from elsewhere, does neither: it is a fixed linear map.
+    A batch norm in evaluation mode, with statistics that it has from elsewhere, does neither: it is
+    a fixed linear map.
 
     Raises:
-        ValueError: naming the layer, for batch norm and for instance norm with running statistics in training mode, and
-            for a model in `torch.nn.parallel.DistributedDataParallel` and the like.
+        ValueError: naming the layer, for batch norm and for instance norm with running statistics
+            in training mode, and for a model in `torch.nn.parallel.DistributedDataParallel` and the
+            like.
     """
     check_alone(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"model must be plain Python, but layer {name or 'model'!r} is a {type(module).__name__} of torch.jit, "
+                f"model must be plain Python, but layer {name or 'model'!r} is a "
+                f"{type(module).__name__} of torch.jit, "
                 "which gives no gradients of single examples: give the module that it was made of"
             )
         mixes = (
@@ -78,25 +89,27 @@ def check_model(model):
         )
         if mixes or getattr(module, "track_running_stats", False) and module.training:
             raise ValueError(
-                f"model must treat examples one by one, but layer {name or 'model'!r} is a {type(module).__name__} "
-                f"{'in training mode' if module.training else 'without statistics'}, which mixes them; put a "
+                f"model must treat examples one by one, but layer {name or 'model'!r} is a "
+                f"{type(module).__name__} "
+                f"{'in training mode' if module.training else 'without statistics'}, which mixes "
+                "them; put a "
                 "pretrained one into evaluation mode and leave it there, or take group norm"
             )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("model must have a trainable parameter, got none")
 
 
-# Classes of modules that are spread over processes or devices, as a wrapper or in place (`fully_shard`, `replicate`);
-# those of Opacus send gradients in their own optimizer.
+# Classes of modules that are spread over processes or devices, as a wrapper or in place
+# (`fully_shard`, `replicate`); those of Opacus send gradients in their own optimizer.
 _WRAPPERS = {"DataParallel", "DistributedDataParallel"}
 _WRAPPERS_OF_OPACUS = {"DifferentiallyPrivateDistributedDataParallel", "FSDP2Wrapper"}
 _IN_PLACE = {"FullyShardedDataParallel", "FSDPModule", "DDP"}
 
 
 def check_alone(model, *, opacus=False, name="model"):
-    """Refuse a model that is spread over processes or devices (with `opacus` by that library, too), or of which a
-    tensor is (`DTensor`): no gradient would be sent between them, and with one seed all would draw the same noise; and
-    of a part of a gradient no norm is known.
+    """Refuse a model that is spread over processes or devices (with `opacus` by that library, too),
+    or of which a tensor is (`DTensor`): no gradient would be sent between them, and with one seed
+    all would draw the same noise; and of a part of a gradient no norm is known.
 
     Raises:
         ValueError: naming the class, under the `name` of the argument.
@@ -106,23 +119,32 @@ def check_alone(model, *, opacus=False, name="model"):
     tensors = [p.data for p in model.parameters()] + list(model.buffers())
     inside = sorted(classes & _IN_PLACE) + sorted({type(t).__name__ for t in tensors} & {"DTensor"})
     if wrappers or inside:
-        cure = "as it was before fully_shard, FullyShardedDataParallel, replicate or parallelize_module"
+        cure = (
+            "as it was before fully_shard, FullyShardedDataParallel, replicate or "
+            "parallelize_module"
+        )
         raise ValueError(
             f"{name} must be a plain module, whole on each process, but it is or holds "
-            f"{min(wrappers, default=None) or inside[0]}, whose gradients are not clipped before they are sent between "
-            f"processes; give the module itself, {cure if inside else 'model.module'}: train and the engine cut each "
+            f"{min(wrappers, default=None) or inside[0]}, whose gradients are not clipped before "
+            "they are sent between "
+            f"processes; give the module itself, {cure if inside else 'model.module'}: train and "
+            "the engine cut each "
             "draw among the ranks of torch.distributed and add up clipped sums themselves"
         )
 
 
 def check_sums(model):
-    """The model's trainable parameters have at least the digits of float32: in their type clipped gradients are added
-    up, and where a sum of thousands of them is rounded to bfloat16, one example moves it by several clip norms."""
+    """The model's trainable parameters have at least the digits of float32: in their type clipped
+    gradients are added up, and where a sum of thousands of them is rounded to bfloat16, one example
+    moves it by several clip norms.
+    """
     for name, p in model.named_parameters():
         if p.requires_grad and p.element_size() < 4:
             raise ValueError(
-                f"model must have trainable parameters in float32 or float64, in which clipped gradients are added up, "
-                f"but {name!r} is {p.dtype}; use model.float(), with precision='bf16' for speed, or a plan with "
+                "model must have trainable parameters in float32 or float64, in which clipped "
+                "gradients are added up, "
+                f"but {name!r} is {p.dtype}; use model.float(), with precision='bf16' for speed, "
+                "or a plan with "
                 "arithmetic='float'"
             )
 
@@ -140,7 +162,9 @@ def check_precision(precision, model, device, method="auto", float64=False):
         raise ValueError("precision must be None where sums are added up in float64, got 'bf16'")
     types = {p.dtype for p in model.parameters() if p.requires_grad}
     if types != {torch.float32}:
-        raise ValueError(f"precision 'bf16' takes a model in float32, got {', '.join(sorted(map(str, types)))}")
+        raise ValueError(
+            f"precision 'bf16' takes a model in float32, got {', '.join(sorted(map(str, types)))}"
+        )
     if method == "func":
         raise ValueError("precision 'bf16' takes method 'mixed' or 'ghost', got 'func'")
     device = torch.device(device)
@@ -150,29 +174,36 @@ def check_precision(precision, model, device, method="auto", float64=False):
         else device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     )
     if not able:
-        raise ValueError(f"precision 'bf16' takes a processor or GPU that has it, but {str(device)!r} does not")
+        raise ValueError(
+            f"precision 'bf16' takes a processor or GPU that has it, but {str(device)!r} does not"
+        )
 
 
 def check_products(device):
-    """Matrices of float32 are not multiplied in a shorter type: shares would be up to 1.003 of the clip norm, and more
-    where gradients cancel."""
+    """Matrices of float32 are not multiplied in a shorter type: shares would be up to 1.003 of the
+    clip norm, and more where gradients cancel.
+    """
     if shortens_products(device):
         raise ValueError(
-            "clipped gradients must be added up in full float32, but PyTorch is set to multiply matrices in a shorter "
-            "type; use torch.set_float32_matmul_precision('highest'), with precision='bf16' for speed"
+            "clipped gradients must be added up in full float32, but PyTorch is set to multiply "
+            "matrices in a shorter "
+            "type; use torch.set_float32_matmul_precision('highest'), with precision='bf16' for "
+            "speed"
         )
 
 
 def check_arithmetic(device):
     """Sums of clipped gradients are made in the type that they have.
 
-    There is no `torch.autocast` of the caller's around them: it would add up clipped gradients in its type, and it
-    keeps the weights that it has cast until it ends. A model may have one of its own.
+    There is no `torch.autocast` of the caller's around them: it would add up clipped gradients in
+    its type, and it keeps the weights that it has cast until it ends. A model may have one of its
+    own.
     """
     check_products(device)
     if autocasts(device):
         raise ValueError(
-            f"per-example gradients must be taken outside torch.autocast, which would round them and their sums to "
+            "per-example gradients must be taken outside torch.autocast, which would round them "
+            "and their sums to "
             f"{torch.get_autocast_dtype(device.type)}; leave it, and use precision='bf16' for speed"
         )
 
@@ -181,10 +212,16 @@ def check_trained(model, parameters):
     """The trainable parameters are those with which a run began, {name: parameter}."""
     now = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if now.keys() != parameters.keys() or any(p is not parameters[name] for name, p in now.items()):
-        differ = sorted(name for name in now.keys() | parameters.keys() if now.get(name) is not parameters.get(name))
+        differ = sorted(
+            name
+            for name in now.keys() | parameters.keys()
+            if now.get(name) is not parameters.get(name)
+        )
         raise ValueError(
-            "model must keep its trainable parameters while it is trained, but these were frozen, unfrozen or "
-            f"exchanged: {', '.join(differ)}; train one after the other, each with a plan of its own"
+            "model must keep its trainable parameters while it is trained, but these were frozen, "
+            "unfrozen or "
+            f"exchanged: {', '.join(differ)}; train one after the other, each with a plan of its "
+            "own"
         )
 
 
@@ -194,19 +231,28 @@ def numbers_of(plan):
 
 
 def check_plan(plan, ours, numbers):
-    """A callback has not put another plan in the place of ours, nor other numbers into it than `numbers_of` it."""
+    """A callback has not put another plan in the place of ours, nor other numbers into it than
+    `numbers_of` it.
+    """
     now = [torch.as_tensor(each) for each in (plan.sample_rate, plan.max_grad_norm)]
     if plan is not ours or not all(map(torch.equal, now, numbers)):
         raise ValueError(
-            "plan must stay what it was when the run began, or its account would be that of another run, but a "
-            "callback has changed it: for other noise or clip norms, train by one plan after the other"
+            "plan must stay what it was when the run began, or its account would be that of "
+            "another run, but a "
+            "callback has changed it: for other noise or clip norms, train by one plan after the "
+            "other"
         )
 
 
 def check_optimizer(optimizer, model):
-    """The optimizer holds every trainable parameter of the model, nothing of another, and needs no closure."""
+    """The optimizer holds every trainable parameter of the model, nothing of another, and needs no
+    closure.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer must be one of torch.optim, made of the model's parameters, got {optimizer!r}")
+        raise ValueError(
+            "optimizer must be one of torch.optim, made of the model's parameters, got "
+            f"{optimizer!r}"
+        )
     own = {p: name for name, p in model.named_parameters()}
     held = {p for group in optimizer.param_groups for p in group["params"]}
     if not held <= own.keys():
@@ -219,20 +265,28 @@ def check_optimizer(optimizer, model):
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(
-            "optimizer must take dense gradients, since noise is added to every weight, but SparseAdam takes sparse "
+            "optimizer must take dense gradients, since noise is added to every weight, but "
+            "SparseAdam takes sparse "
             "ones only; use torch.optim.Adam"
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"optimizer must step once a gradient, but {type(optimizer).__name__} evaluates the loss "
+            f"optimizer must step once a gradient, but {type(optimizer).__name__} evaluates the "
+            "loss "
             "again, which would need noise again"
         )
 
 
 def try_out(model, loss, x, y):
-    """Model and loss accept two of the examples, in evaluation mode, and no parameter keeps anything of them."""
-    x, y, described = x[:2], y[:2], f"inputs of {x.dtype} and shape {tuple(x.shape)}, targets of {y.dtype}"
+    """Model and loss accept two of the examples, in evaluation mode, and no parameter keeps
+    anything of them.
+    """
+    x, y, described = (
+        x[:2],
+        y[:2],
+        f"inputs of {x.dtype} and shape {tuple(x.shape)}, targets of {y.dtype}",
+    )
     with probing(model), torch.no_grad(), evaluating(model):
         with naming(model) as inside:
             try:
@@ -250,7 +304,11 @@ def try_out(model, loss, x, y):
 def check_losses(losses, n):
     """`losses`, one number an example."""
     if not isinstance(losses, torch.Tensor) or losses.shape != (n,):
-        got = f"shape {tuple(losses.shape)}" if isinstance(losses, torch.Tensor) else type(losses).__name__
+        got = (
+            f"shape {tuple(losses.shape)}"
+            if isinstance(losses, torch.Tensor)
+            else type(losses).__name__
+        )
         raise ValueError(
             f"loss must return one number an example, shape ({n},), got {got}"
             + (": a number for the whole batch cannot be taken apart" if got == "shape ()" else "")
@@ -260,11 +318,16 @@ def check_losses(losses, n):
 
 
 def same_items(a, b):
-    """Whether two items or batches, tensors in any nesting, are equal; of what cannot be compared it is said of nothing
-    but itself."""
+    """Whether two items or batches, tensors in any nesting, are equal; of what cannot be compared
+    it is said of nothing but itself.
+    """
     if torch.is_tensor(a) and torch.is_tensor(b):
         plain = a.layout == b.layout == torch.strided
-        return same_bits(a, b) if plain else a.shape == b.shape and same_bits(a.to_dense(), b.to_dense())
+        return (
+            same_bits(a, b)
+            if plain
+            else a.shape == b.shape and same_bits(a.to_dense(), b.to_dense())
+        )
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(same_items(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
@@ -276,27 +339,35 @@ def same_items(a, b):
 
 
 def check_batched(dataset, name="data"):
-    """Where a data set gives several items at once (`__getitems__`), they come in the order in which they were asked
-    for: each gradient is clipped to the norm of the example in its place.
+    """Where a data set gives several items at once (`__getitems__`), they come in the order in
+    which they were asked for: each gradient is clipped to the norm of the example in its place.
 
-    Refused is what stands at another's place, and an item that changes with what is asked for beside it.  What a
-    transform draws at random is not compared.
+    Refused is what stands at another's place, and an item that changes with what is asked for
+    beside it. What a transform draws at random is not compared.
     """
     if not hasattr(dataset, "__getitems__"):
         return
-    if getattr(type(dataset), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__ and len(dataset) > 1:
+    if (
+        getattr(type(dataset), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
+        and len(dataset) > 1
+    ):
         _check_order(dataset, name)
     if len(dataset) > 2 and _changes_beside_another(dataset):
         raise ValueError(
-            f"{name} must give an item that is made of one example, but of its __getitems__ item 0 changes with the "
-            "item that is asked for beside it, as by mixup or by a mean over the batch: then no clip norm bounds what "
+            f"{name} must give an item that is made of one example, but of its __getitems__ item 0 "
+            "changes with the "
+            "item that is asked for beside it, as by mixup or by a mean over the batch: then no "
+            "clip norm bounds what "
             "one of them contributes"
         )
 
 
 def _check_order(dataset, name):
     """What `__getitems__` gives stands at the place of what `__getitem__` gives."""
-    places = [int(place) for place in torch.linspace(len(dataset) - 1, 0, min(8, len(dataset)), dtype=torch.float64)]
+    places = [
+        int(place)
+        for place in torch.linspace(len(dataset) - 1, 0, min(8, len(dataset)), dtype=torch.float64)
+    ]
 
     def parts(item):
         return item if isinstance(item, (tuple, list)) else (item,)
@@ -308,21 +379,31 @@ def _check_order(dataset, name):
     with drawing_alike(torch.device("cpu")):
         together = list(map(parts, dataset.__getitems__(list(places))))
     if len(together) != len(places):
-        raise ValueError(f"{name} must give as many items as it is asked for, {len(places)}, got {len(together)}")
+        raise ValueError(
+            f"{name} must give as many items as it is asked for, {len(places)}, got {len(together)}"
+        )
     items, twins = alone(0), alone(1)
     for number, found in enumerate(together):
         for which, (got, own, twin) in enumerate(zip(found, items[number], twins[number])):
             others = (item[which] for item in items if which < len(item))
-            if same_items(own, twin) and not same_items(got, own) and any(same_items(got, other) for other in others):
+            if (
+                same_items(own, twin)
+                and not same_items(got, own)
+                and any(same_items(got, other) for other in others)
+            ):
                 raise ValueError(
-                    f"{name} must give items in the order in which it is asked for them, but its __getitems__ gives "
+                    f"{name} must give items in the order in which it is asked for them, but its "
+                    "__getitems__ gives "
                     "others than its __getitem__"
                 )
 
 
 def _changes_beside_another(dataset):
-    """Whether item 0 is another one beside the last item than beside the one before, and the same in each again."""
-    return any(_changes_beside(dataset, seed) for seed in range(4))  # what mixes at random may leave it out
+    """Whether item 0 is another one beside the last item than beside the one before, and the same
+    in each again.
+    """
+    # what mixes at random may leave it out
+    return any(_changes_beside(dataset, seed) for seed in range(4))
 
 
 def _changes_beside(dataset, seed):
@@ -345,9 +426,11 @@ def _shapes(item):
 
 
 def check_forgets_items(dataset, name="data"):
-    """An item does not depend on which were read before it, as that of a data set which mixes it with the last one.
+    """An item does not depend on which were read before it, as that of a data set which mixes it
+    with the last one.
 
-    What changes at random, from generators of its own too, changes when one item is read again and again.
+    What changes at random, from generators of its own too, changes when one item is read again and
+    again.
 
     Raises:
         ValueError: naming what was seen.
@@ -355,13 +438,16 @@ def check_forgets_items(dataset, name="data"):
     if len(dataset) < 2:
         return
     rounds = 0
-    with contextlib.suppress(copy.Error, TypeError, NotImplementedError):  # items that cannot be copied
+    # items that cannot be copied
+    with contextlib.suppress(copy.Error, TypeError, NotImplementedError):
         while rounds < _ROUNDS and _changes_after_another(dataset, 3 if not rounds else _READINGS):
             rounds += 1
     if rounds == _ROUNDS:
         raise ValueError(
-            f"{name} must give an item that is made of one example, but its item 0 changes when item "
-            f"{len(dataset) - 1} is read before it, as in a data set that mixes examples or keeps statistics of them: "
+            f"{name} must give an item that is made of one example, but its item 0 changes when "
+            "item "
+            f"{len(dataset) - 1} is read before it, as in a data set that mixes examples or keeps "
+            "statistics of them: "
             "then no clip norm bounds what one of them contributes"
         )
 
@@ -383,7 +469,11 @@ def same_bits(one, other):
     """Two tensors of one type and shape hold the same bits, wherever they lie; nan is itself."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    if one.device == other.device and one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+    if (
+        one.device == other.device
+        and one.data_ptr() == other.data_ptr()
+        and one.stride() == other.stride()
+    ):
         return True
     one, other = (t.contiguous().flatten().view(torch.uint8) for t in (one, other.to(one.device)))
     return torch.equal(one, other)

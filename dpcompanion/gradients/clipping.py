@@ -3,39 +3,42 @@ r"""Sums of clipped per-example gradients, and the norms alone.
 For examples :math:`i` with gradients :math:`g_i` (all trainable parameters together) and clip
 norms :math:`C_i` this computes :math:`\sum_i g_i \min(1, C_i / \lVert g_i\rVert)`.  Methods:
 
-* `func`: `torch.func.vmap` of `grad`; any model that vmap understands; holds one
-  gradient an example, `microbatch_size` examples at a time.
+* `func`: `torch.func.vmap` of `grad`; any model that vmap understands; holds one gradient an
+  example, `microbatch_size` examples at a time.
 * `ghost`: one forward and one backward pass, norms from layer inputs and output gradients
   (`dpcompanion.gradients.layers`); gradients of large layers are never held.
-* `mixed`: as ghost, but layer by layer the cheaper of Gram matrix and explicit gradient; the fastest.
-* `auto`: `mixed` if the model can be taken apart into layers, else `func`.  `resolve_method` decides, and proves it
-  against plain autograd on the examples with the largest gradients of a probe (`dpcompanion.gradients.proof`): once for
-  a model, in each state that it is in (`dpcompanion.gradients.states`), and whether examples are mixed is looked at
-  again now and then. The trainers have it prove `mixed` and `ghost` too; here those are taken at their word.
+* `mixed`: as ghost, but layer by layer the cheaper of Gram matrix and explicit gradient; the
+  fastest.
+* `auto`: `mixed` if the model can be taken apart into layers, else `func`. `resolve_method`
+  decides, and proves it against plain autograd on the examples with the largest gradients of a
+  probe (`dpcompanion.gradients.proof`): once for a model, in each state that it is in
+  (`dpcompanion.gradients.states`), and whether examples are mixed is looked at again now and then.
+  The trainers have it prove `mixed` and `ghost` too; here those are taken at their word.
 
-By `mixed` and `ghost` every pass compares the losses of half of a batch with those that it has in all of it: a loss
-with class weights, or with a mean over the tokens of a batch, is refused.
+By `mixed` and `ghost` every pass compares the losses of half of a batch with those that it has in
+all of it: a loss with class weights, or with a mean over the tokens of a batch, is refused.
 
-A loss is a function (outputs, targets) -> (n,), one number an example, such as `cross_entropy` here.
-With `precision="bf16"` the network goes forward and back in bfloat16 (autocast), on a processor or GPU that has it.
-Its gradients are off by about a hundredth; privacy is not: norm, clipping and sum are worked out in float32 from the
-same rounded numbers, be they inputs and output gradients of a layer or the gradients that `mixed` holds, which are
-multiplied in bfloat16 as plain autograd does it. Gradients that are made for their norm alone are multiplied in it too;
-to their norm is added what rounding may have hidden, 0.4%. So the share of each example, as it is added up, is no
-longer than its clip norm. As in any precision, the last bits of an example's gradient may depend on the batch's size;
-these bits are larger here.
-It saves time on a GPU and on processors that multiply matrices of bfloat16 (AMX). One that has it in vectors alone
-(avx512_bf16) gains where layers are wide, a third of a step for the CIFAR-10 CNN, and little where they are narrow, a
-tenth for ResNet-20: `python -m benchmarks networks` measures it.
-A gradient that is not finite counts as zero in the sum; its norm is reported as inf.
-A caller's own `torch.autocast` is refused, in which sums would be rounded; the model may have one. So are products of
-float32 in a shorter type (`torch.set_float32_matmul_precision` "medium" or "high").
-Where terms of a gradient cancel, what their sum is rounded by may be longer than what is left of it: with features of
-10^6 in float32, say, or of two items that are alike and compared. A norm counts what the rounding of the example's own
-terms may add, up to positions x 6e-8 of the sum of their lengths, so the share stays below the clip norm there, too. A
-plan with `arithmetic="float"` counts all roundings of a sum, and adds up the very numbers that it has measured.
-On a GPU convolutions may round to TF32, and then a clip norm holds to 1e-3 only; for full float32 set
-`torch.backends.cudnn.allow_tf32 = False`.
+A loss is a function (outputs, targets) -> (n,), one number an example, such as `cross_entropy`
+here. With `precision="bf16"` the network goes forward and back in bfloat16 (autocast), on a
+processor or GPU that has it. Its gradients are off by about a hundredth; privacy is not: norm,
+clipping and sum are worked out in float32 from the same rounded numbers, be they inputs and output
+gradients of a layer or the gradients that `mixed` holds, which are multiplied in bfloat16 as plain
+autograd does it. Gradients that are made for their norm alone are multiplied in it too; to their
+norm is added what rounding may have hidden, 0.4%. So the share of each example, as it is added up,
+is no longer than its clip norm. As in any precision, the last bits of an example's gradient may
+depend on the batch's size; these bits are larger here. It saves time on a GPU and on processors
+that multiply matrices of bfloat16 (AMX). One that has it in vectors alone (avx512_bf16) gains where
+layers are wide, a third of a step for the CIFAR-10 CNN, and little where they are narrow, a tenth
+for ResNet-20: `python -m benchmarks networks` measures it. A gradient that is not finite counts as
+zero in the sum; its norm is reported as inf. A caller's own `torch.autocast` is refused, in which
+sums would be rounded; the model may have one. So are products of float32 in a shorter type
+(`torch.set_float32_matmul_precision` "medium" or "high"). Where terms of a gradient cancel, what
+their sum is rounded by may be longer than what is left of it: with features of 10^6 in float32,
+say, or of two items that are alike and compared. A norm counts what the rounding of the example's
+own terms may add, up to positions x 6e-8 of the sum of their lengths, so the share stays below the
+clip norm there, too. A plan with `arithmetic="float"` counts all roundings of a sum, and adds up
+the very numbers that it has measured. On a GPU convolutions may round to TF32, and then a clip norm
+holds to 1e-3 only; for full float32 set `torch.backends.cudnn.allow_tf32 = False`.
 """
 
 import math
@@ -49,7 +52,13 @@ from dpcompanion import _checks
 from dpcompanion._types import Loss
 from dpcompanion.gradients import checks, independence, proof, states, traces
 from dpcompanion.gradients.microbatches import default_microbatch_size
-from dpcompanion.gradients.sums import BUDGET, ClippedSum, functional, layerwise, per_example_gradients
+from dpcompanion.gradients.sums import (
+    BUDGET,
+    ClippedSum,
+    functional,
+    layerwise,
+    per_example_gradients,
+)
 from dpcompanion.gradients.tensors import UnsupportedModel
 
 METHODS = ("auto", "mixed", "ghost", "func")
@@ -64,7 +73,9 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
-def _in_microbatches(model, loss, x, y, max_grad_norm, method, microbatch_size, precision, float64=False):
+def _in_microbatches(
+    model, loss, x, y, max_grad_norm, method, microbatch_size, precision, float64=False
+):
     checks.check_data(x, y)
     checks.check_types(model, x)
     if max_grad_norm is not None and not float64:
@@ -77,14 +88,25 @@ def _in_microbatches(model, loss, x, y, max_grad_norm, method, microbatch_size, 
     if method == "auto":
         method = _resolved(model, loss, x, y, precision, float64)
     method = _materialized(method) if float64 else method
-    microbatch_size = microbatch_size or default_microbatch_size(model, loss, x, y, method, precision)
-    if method in ("func", "materialized"):  # which hold a gradient of the whole model for each example
+    microbatch_size = microbatch_size or default_microbatch_size(
+        model, loss, x, y, method, precision
+    )
+    # which hold a gradient of the whole model for each example
+    if method in ("func", "materialized"):
         microbatch_size = max(
-            1, min(microbatch_size, BUDGET // sum(p.numel() for p in model.parameters() if p.requires_grad))
+            1,
+            min(
+                microbatch_size,
+                BUDGET // sum(p.numel() for p in model.parameters() if p.requires_grad),
+            ),
         )
     for start in range(0, len(x), microbatch_size):
         part = slice(start, start + microbatch_size)
-        limit = max_grad_norm[part] if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.ndim else max_grad_norm
+        limit = (
+            max_grad_norm[part]
+            if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.ndim
+            else max_grad_norm
+        )
         if method == "func":
             yield _by_func(model, loss, x[part], y[part], limit, float64)
         else:
@@ -101,16 +123,20 @@ def _by_func(model, loss, x, y, limit, float64):
 
 
 _TAKEN_BY_FUNC = (
-    "model must be one that torch.func's vmap and grad can take (recurrent layers often are not, of which "
+    "model must be one that torch.func's vmap and grad can take (recurrent layers often are not, "
+    "of which "
     "opacus.layers has some that are; models of transformers are with attn_implementation='eager')"
 )
 
 
 def _materialized(method):
-    """What `method` becomes where sums are added up in float64: whatever is added up has been measured."""
+    """What `method` becomes where sums are added up in float64: whatever is added up has been
+    measured.
+    """
     if method == "ghost":
         raise ValueError(
-            "method must be 'auto', 'mixed' or 'func' where sums are added up in float64, got 'ghost', which measures "
+            "method must be 'auto', 'mixed' or 'func' where sums are added up in float64, got "
+            "'ghost', which measures "
             "gradients that it does not hold"
         )
     return "materialized" if method == "mixed" else method
@@ -134,22 +160,25 @@ def clipped_sum(
         model: a module; its parameters with requires_grad count.
         loss: (outputs, targets) -> (n,).
         x, y: tensors whose first axis counts the examples; n = 0 gives a sum of zeros.
-        max_grad_norm: a number above 0, or a tensor (n,). One on a GPU is taken at its word: 0 there, or what is below
-            or no number, leaves the example out.
+        max_grad_norm: a number above 0, or a tensor (n,). One on a GPU is taken at its word: 0
+            there, or what is below or no number, leaves the example out.
         method: "auto", "mixed", "ghost" or "func".
-        microbatch_size: examples in one pass at most; by default as many as a processor's caches hold what they leave
-            of (`dpcompanion.gradients.microbatches`). The sum does not depend on it but for rounding.
+        microbatch_size: examples in one pass at most; by default as many as a processor's caches
+            hold what they leave of (`dpcompanion.gradients.microbatches`). The sum does not depend
+            on it but for rounding.
         precision: None for the model's own type, or "bf16" (see above).
-        float64: hold the gradients that are measured, and add them up in float64, as a plan that counts what floats do
-            asks (`dpcompanion.mechanism.floats`); sums and norms are then float64, and `method` is not "ghost".
+        float64: hold the gradients that are measured, and add them up in float64, as a plan that
+            counts what floats do asks (`dpcompanion.mechanism.floats`); sums and norms are then
+            float64, and `method` is not "ghost".
 
     Returns:
         ClippedSum with gradients {name: shape of the parameter}, norms (n,), losses (n,).
 
     Raises:
-        ValueError: for a model that mixes examples (layers that do; with "auto" any that is seen to), a loss that is
-            reduced, an unknown method, a norm of 0, ("mixed" or "ghost") a model that is seen not to consist of
-            layers, or a precision that the model or the device does not have.
+        ValueError: for a model that mixes examples (layers that do; with "auto" any that is seen
+            to), a loss that is reduced, an unknown method, a norm of 0, ("mixed" or "ghost") a
+            model that is seen not to consist of layers, or a precision that the model or the device
+            does not have.
 
     >>> model = torch.nn.Linear(3, 2)
     >>> x, y = torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])
@@ -158,19 +187,28 @@ def clipped_sum(
     {'weight': (2, 3), 'bias': (2,)}
     """
     if not (isinstance(max_grad_norm, torch.Tensor) or _checks.is_number(max_grad_norm)):
-        max_grad_norm = torch.as_tensor(_checks.in_interval("max_grad_norm", max_grad_norm), device=x.device)
+        max_grad_norm = torch.as_tensor(
+            _checks.in_interval("max_grad_norm", max_grad_norm), device=x.device
+        )
     if not isinstance(max_grad_norm, torch.Tensor) or max_grad_norm.device.type == "cpu":
         _checks.in_interval("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
     if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.shape not in ((), (len(x),)):
-        raise ValueError(f"max_grad_norm must be a number or have shape ({len(x)},), got {tuple(max_grad_norm.shape)}")
+        raise ValueError(
+            f"max_grad_norm must be a number or have shape ({len(x)},), got "
+            f"{tuple(max_grad_norm.shape)}"
+        )
     total = None
-    for part in _in_microbatches(model, loss, x, y, max_grad_norm, method, microbatch_size, precision, float64):
+    for part in _in_microbatches(
+        model, loss, x, y, max_grad_norm, method, microbatch_size, precision, float64
+    ):
         total = part if total is None else total + part
     if total is None:
         wide = torch.float64 if float64 else None
         none = torch.zeros(0, dtype=wide or next(model.parameters()).dtype, device=x.device)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        total = ClippedSum({name: torch.zeros_like(p, dtype=wide) for name, p in trained.items()}, none, none)
+        total = ClippedSum(
+            {name: torch.zeros_like(p, dtype=wide) for name, p in trained.items()}, none, none
+        )
     return total
 
 
@@ -184,7 +222,8 @@ def gradient_norms(
     microbatch_size: int | None = None,
     precision: str | None = None,
 ) -> torch.Tensor:
-    """Norms of the gradients of the examples (x, y) over all trainable parameters, (n,); inf where not finite.
+    """Norms of the gradients of the examples (x, y) over all trainable parameters, (n,); inf where
+    not finite.
 
     Memory: one microbatch.
 
@@ -193,36 +232,48 @@ def gradient_norms(
         loss: (outputs, targets) -> (n,).
         x, y: tensors whose first axis counts the examples.
         method: "auto", "mixed", "ghost" or "func".
-        microbatch_size: examples in one pass at most, by default as for `clipped_sum`; the norms do not depend on it
-            but for rounding.
+        microbatch_size: examples in one pass at most, by default as for `clipped_sum`; the norms do
+            not depend on it but for rounding.
         precision: None for the model's own type, or "bf16".
 
     Raises:
-        ValueError: for a model that mixes examples (layers that do; with "auto" any that is seen to), a loss that is
-            reduced, an unknown method, ("mixed" or "ghost") a model that is seen not to consist of layers, or a
-            precision that the model or the device does not have.
+        ValueError: for a model that mixes examples (layers that do; with "auto" any that is seen
+            to), a loss that is reduced, an unknown method, ("mixed" or "ghost") a model that is
+            seen not to consist of layers, or a precision that the model or the device does not
+            have.
 
-    >>> gradient_norms(torch.nn.Linear(3, 2), cross_entropy, torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])).shape
+    >>> gradient_norms(
+    ...     torch.nn.Linear(3, 2), cross_entropy, torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])
+    ... ).shape
     torch.Size([5])
     """
-    norms = [part.norms for part in _in_microbatches(model, loss, x, y, None, method, microbatch_size, precision)]
-    return torch.cat(norms) if norms else torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)
+    norms = [
+        part.norms
+        for part in _in_microbatches(model, loss, x, y, None, method, microbatch_size, precision)
+    ]
+    return (
+        torch.cat(norms)
+        if norms
+        else torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)
+    )
 
 
 def resolve_method(model, loss, x, y, method="auto", precision=None, *, float64=False):
-    """The method that "auto" stands for: "mixed" if the model can be taken apart into layers, else "func".
+    """The method that "auto" stands for: "mixed" if the model can be taken apart into layers, else
+    "func".
 
-    Layers are trusted only if norms and sums agree with plain autograd (`dpcompanion.gradients.proof`) for the examples
-    with the largest gradients of a probe of (x, y), which may be all the data. Another `method` is proved likewise,
-    and returned; "func" takes examples one by one in any case, and is tried on them alone. With a `precision`, norms
-    and sums in it are proved too, on two of the examples, against plain autograd in the same precision. With `float64`
-    what is measured is held and added up in float64.
+    Layers are trusted only if norms and sums agree with plain autograd
+    (`dpcompanion.gradients.proof`) for the examples with the largest gradients of a probe of (x,
+    y), which may be all the data. Another `method` is proved likewise, and returned; "func" takes
+    examples one by one in any case, and is tried on them alone. With a `precision`, norms and sums
+    in it are proved too, on two of the examples, against plain autograd in the same precision. With
+    `float64` what is measured is held and added up in float64.
 
     Raises:
-        ValueError: if model and loss do not accept the data, if a parameter keeps something of them, if an example's
-            loss depends on the other examples or on earlier ones, or if the method does not fit the model or cannot be
-            proved because no example has a finite gradient, or the precision does not fit the model, the device or the
-            method.
+        ValueError: if model and loss do not accept the data, if a parameter keeps something of
+            them, if an example's loss depends on the other examples or on earlier ones, or if the
+            method does not fit the model or cannot be proved because no example has a finite
+            gradient, or the precision does not fit the model, the device or the method.
     """
     checks.check_precision(precision, model, x.device, method, float64)
     checks.check_model(model)
@@ -240,20 +291,26 @@ def resolve_method(model, loss, x, y, method="auto", precision=None, *, float64=
                 ) from error
             raise
         except Exception as error:
-            raise ValueError(f"model must take examples one by one and in batches, {_where(inside, error)}") from error
+            raise ValueError(
+                f"model must take examples one by one and in batches, {_where(inside, error)}"
+            ) from error
 
 
 def _where(inside, error):
     """Which layer failed, and how."""
-    where = f"but layer {inside[-1]!r} fails" if inside else "but for a cause that is unknown it fails"
+    where = (
+        f"but layer {inside[-1]!r} fails" if inside else "but for a cause that is unknown it fails"
+    )
     inside.clear()
     return f"{where}: {error}"
 
 
 _ADVICE = "; use method='func'"
 _DATA_DEPENDENT = (
-    "what is computed there depends on numbers in its inputs, by .item(), `if` or a mask as an index, which vmap "
-    "cannot follow. A model of transformers looks whether a mask (n, T) masks anything: give it one of shape "
+    "what is computed there depends on numbers in its inputs, by .item(), `if` or a mask as an "
+    "index, which vmap "
+    "cannot follow. A model of transformers looks whether a mask (n, T) masks anything: give it "
+    "one of shape "
     "(n, 1, T, T), 0 where a position counts and torch.finfo(dtype).min where not"
 )
 
@@ -284,11 +341,19 @@ def _proved(model, loss, x, y, method, precision, float64, inside):
         try:
             _try_func(model, loss, x, y, inside)
         except ValueError as other:
-            raise UnsupportedModel(f"no method fits this model: layer by layer, {reason}; {other}") from error
+            raise UnsupportedModel(
+                f"no method fits this model: layer by layer, {reason}; {other}"
+            ) from error
         if method == "auto" and precision is None:
             return "func"
-        advice = "use 'func' or 'auto'" if precision is None else "use precision=None, with which 'func' takes it"
-        raise UnsupportedModel(f"method {method!r} does not fit this model: {reason}; {advice}") from error
+        advice = (
+            "use 'func' or 'auto'"
+            if precision is None
+            else "use precision=None, with which 'func' takes it"
+        )
+        raise UnsupportedModel(
+            f"method {method!r} does not fit this model: {reason}; {advice}"
+        ) from error
     return chosen
 
 
@@ -319,13 +384,16 @@ _known = weakref.WeakKeyDictionary()
 
 
 def _resolved(model, loss, x, y, precision, float64):
-    """As `resolve_method` by "auto", which is asked once for a model in one state, a loss and a kind of data; whether
-    examples are mixed is looked at again at the 2nd, 4th, 8th ... call, with the examples at hand."""
+    """As `resolve_method` by "auto", which is asked once for a model in one state, a loss and a
+    kind of data; whether examples are mixed is looked at again at the 2nd, 4th, 8th ... call, with
+    the examples at hand.
+    """
     key = _key(model, loss, x, y, precision, float64) if len(x) else None
     proved = _known.setdefault(model, {}) if key is not None else {}
     if key is None or key not in proved:
         method = resolve_method(model, loss, x, y, precision=precision, float64=float64)
-        key = _key(model, loss, x, y, precision, float64) if len(x) else None  # a proof may fill a model's caches
+        # a proof may fill a model's caches
+        key = _key(model, loss, x, y, precision, float64) if len(x) else None
         if key is not None:
             proved[key] = [method, 1]
         return method
@@ -337,7 +405,8 @@ def _resolved(model, loss, x, y, precision, float64):
 
 
 def look_again(model, loss, x, y):
-    """Refuse a model or loss that is seen to mix some of the examples (x, y), without the rest of a proof.
+    """Refuse a model or loss that is seen to mix some of the examples (x, y), without the rest of a
+    proof.
 
     Raises:
         ValueError: as of `resolve_method`.

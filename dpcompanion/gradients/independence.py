@@ -1,7 +1,10 @@
-"""Is an example's loss its own?  The same whoever else is in the batch, and whatever the model has seen before.
+"""Is an example's loss its own? The same whoever else is in the batch, and whatever the model has
+seen before.
 
 >>> def weighted(outputs, y):
-...     return torch.nn.functional.cross_entropy(outputs, y, weight=torch.tensor([1.0, 9.0])).expand(len(y))
+...     return torch.nn.functional.cross_entropy(
+...         outputs, y, weight=torch.tensor([1.0, 9.0])
+...     ).expand(len(y))
 >>> x, y = torch.randn(8, 3), torch.arange(8) % 2
 >>> check_independence(torch.nn.Linear(3, 2), weighted, x, y)
 Traceback (most recent call last):
@@ -21,14 +24,18 @@ _BATCH = 64
 
 
 def check_independence(model, loss, x, y):
-    """Refuse a model in which an example's loss changes with its company, in the modes that its layers are in.
+    """Refuse a model in which an example's loss changes with its company, in the modes that its
+    layers are in.
 
-    Dropout is left out; of a model that draws at random all the same `check_company` tells. Buffers stay as they are.
+    Dropout is left out; of a model that draws at random all the same `check_company` tells. Buffers
+    stay as they are.
 
     Raises:
         ValueError: with the losses together and alone.
     """
-    dropout = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.training]
+    dropout = [
+        module for module in model.modules() if isinstance(module, _DropoutNd) and module.training
+    ]
     devices = [x.device] if x.device.type == "cuda" else []
 
     def losses(x, y):
@@ -56,11 +63,12 @@ def check_independence(model, loss, x, y):
 
 
 def check_company(model, loss, x, y):
-    """Refuse a model in which a loss changes where others of the batch are replaced, in the modes of its layers.
+    """Refuse a model in which a loss changes where others of the batch are replaced, in the modes
+    of its layers.
 
-    As `check_independence`, in a batch of 64 and of models that draw at random too: they draw the same each time. What
-    is replaced is every place of half of the examples, then of the other half. `nn.RReLU`, which draws for negative
-    numbers only and so shifts what is drawn next, is left out.
+    As `check_independence`, in a batch of 64 and of models that draw at random too: they draw the
+    same each time. What is replaced is every place of half of the examples, then of the other half.
+    `nn.RReLU`, which draws for negative numbers only and so shifts what is drawn next, is left out.
 
     Raises:
         ValueError: with the losses in either company; or if they depend on the passes before.
@@ -74,28 +82,37 @@ def check_company(model, loss, x, y):
         others = others[torch.randint(len(others), (size,), generator=generator)]
         batches.append((stays[rows], torch.where(stays[rows], rows, others)))
     everybody = torch.ones(size, dtype=torch.bool)
-    batches = [(kept, _losses_alike(model, loss, x, y, batch)) for kept, batch in [(everybody, rows), *batches]]
+    batches = [
+        (kept, _losses_alike(model, loss, x, y, batch))
+        for kept, batch in [(everybody, rows), *batches]
+    ]
     (_, first), *replaced = batches
     check_repeats(first, _losses_alike(model, loss, x, y, rows))
     for kept, found in replaced:
         kept = kept.to(first.device)
         if not alike(first[kept], found[kept]):
             raise ValueError(
-                "model must treat examples one by one, but the loss of an example depends on the rest of the batch, or "
-                f"its random numbers do: {first[kept][:4].tolist()} in one batch, {found[kept][:4].tolist()} in another"
+                "model must treat examples one by one, but the loss of an example depends on the "
+                "rest of the batch, or "
+                f"its random numbers do: {first[kept][:4].tolist()} in one batch, "
+                f"{found[kept][:4].tolist()} in another"
             )
 
 
 def check_stateless(model, loss, x, y):
-    """Refuse a model whose loss of an example depends on what it has seen before, one example at a time."""
+    """Refuse a model whose loss of an example depends on what it has seen before, one example at a
+    time.
+    """
     ends = [torch.tensor([row]) for row in (0, len(x) - 1, 0)]
     first, _, again = (_losses_alike(model, loss, x, y, row) for row in ends)
     check_repeats(first, again)
 
 
 def check_forgets(model, loss, x, y):
-    """Refuse a model whose losses in evaluation mode depend on what it has seen in training mode, as with statistics
-    that are kept in an attribute, which neither noise covers nor a look at buffers finds."""
+    """Refuse a model whose losses in evaluation mode depend on what it has seen in training mode,
+    as with statistics that are kept in an attribute, which neither noise covers nor a look at
+    buffers finds.
+    """
     if any(module.training for module in model.modules()):
         ends = [torch.tensor([row]) for row in (0, len(x) - 1)]
         with evaluating(model):
@@ -112,14 +129,19 @@ def check_repeats(first, again):
     """Losses of the same examples, with the same draws, are the same."""
     if not alike(first, again):
         raise ValueError(
-            "model must give the same losses for the same examples and draws, but they change from pass to pass: "
-            f"{first[:4].tolist()}, then {again[:4].tolist()}; it must keep nothing of the examples that it has seen, "
+            "model must give the same losses for the same examples and draws, but they change from "
+            "pass to pass: "
+            f"{first[:4].tolist()}, then {again[:4].tolist()}; it must keep nothing of the "
+            "examples that it has seen, "
             "and draw from no generator of its own"
         )
 
 
 def _losses_alike(model, loss, x, y, rows):
-    rows, quiet = rows.to(x.device), [m for m in model.modules() if isinstance(m, torch.nn.RReLU) and m.training]
+    rows, quiet = (
+        rows.to(x.device),
+        [m for m in model.modules() if isinstance(m, torch.nn.RReLU) and m.training],
+    )
     with torch.no_grad(), beginning_alike(model, x.device):
         try:
             for module in quiet:
@@ -131,18 +153,23 @@ def _losses_alike(model, loss, x, y, rows):
 
 
 def alike(one, other):
-    """Whether numbers of batches of one size are the same up to rounding, which is less than between sizes."""
+    """Whether numbers of batches of one size are the same up to rounding, which is less than
+    between sizes.
+    """
     floor = tolerances(one)[1]
     largest = float(torch.nan_to_num(one, posinf=0, neginf=0).abs().max()) if one.numel() else 0.0
-    return one.shape == other.shape and torch.allclose(one, other, rtol=floor, atol=floor * largest, equal_nan=True)
+    return one.shape == other.shape and torch.allclose(
+        one, other, rtol=floor, atol=floor * largest, equal_nan=True
+    )
 
 
 def check_loss(loss, args, losses, kwargs=None, parts=None, name="loss"):
-    """Refuse a loss that mixes examples: of a part of a batch it must give what it gives of all of it.
+    """Refuse a loss that mixes examples: of a part of a batch it must give what it gives of all of
+    it.
 
-    The outputs of the model are given, so this costs little and is looked at in every pass. A loss that draws at random
-    cannot be compared: it is left to the other proofs of `train`, and refused where parts are given, as by the engine,
-    which has no other.
+    The outputs of the model are given, so this costs little and is looked at in every pass. A loss
+    that draws at random cannot be compared: it is left to the other proofs of `train`, and refused
+    where parts are given, as by the engine, which has no other.
 
     Args:
         loss: what was called with `args` and `kwargs` and gave `losses`.
@@ -150,7 +177,8 @@ def check_loss(loss, args, losses, kwargs=None, parts=None, name="loss"):
         name: of the loss, in the error.
 
     Returns:
-        Whether the loss mixes examples, a tensor, where it lies on a device that must not be waited for; or None.
+        Whether the loss mixes examples, a tensor, where it lies on a device that must not be waited
+        for; or None.
 
     Raises:
         ValueError: with an example's loss in both.
@@ -164,19 +192,28 @@ def check_loss(loss, args, losses, kwargs=None, parts=None, name="loss"):
 
     def of(rows=None):
         def own(t):
-            return t.detach()[rows.to(t.device)] if rows is not None and t.ndim and len(t) == n else t.detach()
+            return (
+                t.detach()[rows.to(t.device)]
+                if rows is not None and t.ndim and len(t) == n
+                else t.detach()
+            )
 
         own_args, own_kwargs = tree_map_only(torch.Tensor, own, given)
         return loss(*own_args, **own_kwargs)
 
     mixed = None
-    with torch.no_grad(), torch.random.fork_rng(devices=[losses.device] if losses.device.type == "cuda" else []):
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[losses.device] if losses.device.type == "cuda" else []),
+    ):
         for rows in [torch.arange(0, n, 2, device=losses.device)] if parts is None else parts:
             rows = rows.to(losses.device)
             part, whole = of(rows), losses.detach()[rows]
             if not isinstance(part, torch.Tensor) or part.shape != (len(rows),):
                 got = tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
-                raise ValueError(f"{name} must return one number an example, shape ({len(rows)},), got {got}")
+                raise ValueError(
+                    f"{name} must return one number an example, shape ({len(rows)},), got {got}"
+                )
             finite = whole.isfinite() & part.isfinite()
             largest = torch.where(finite, whole.abs(), 0).max()
             apart = finite & ((whole - part).abs() > tolerances(whole)[1] * (whole.abs() + largest))
@@ -196,7 +233,9 @@ def refuse_loss(whole=None, part=None, name="loss"):
         else f" ({whole[:4].tolist()} in a batch, {part[:4].tolist()} in {len(part)} of it)"
     )
     raise ValueError(
-        f"{name} must give each example's own, but an example's loss depends on the rest of the batch, or on chance"
-        f"{seen}: class weights or a mean over the tokens of a batch do that; use reduction='none' and divide by what "
+        f"{name} must give each example's own, but an example's loss depends on the rest of the "
+        "batch, or on chance"
+        f"{seen}: class weights or a mean over the tokens of a batch do that; use reduction='none' "
+        "and divide by what "
         "belongs to the example alone"
     )

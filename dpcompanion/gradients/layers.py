@@ -6,18 +6,18 @@ of its outputs :math:`G_i` (out x positions).  The gradient of the weight is :ma
 Clipping needs its norm, and then a weighted sum over examples.  Two ways:
 
 * explicit: multiply, in x out numbers an example, and take the norm;
-* ghost: :math:`\lVert G_i A_i\rVert^2 = \langle A_i A_i^T, G_i^T G_i\rangle`, positions^2 numbers an
-  example and no gradient (Goodfellow 2015; Li et al. 2022; Bu et al. 2022).
-  With one position it is a product of two norms.
+* ghost: :math:`\lVert G_i A_i\rVert^2 = \langle A_i A_i^T, G_i^T G_i\rangle`, positions^2 numbers
+  an example and no gradient (Goodfellow 2015; Li et al. 2022; Bu et al. 2022). With one position it
+  is a product of two norms.
 
-The sum then comes from the kept gradients, or from one ordinary weighted weight
-gradient.  Neither needs a second pass through the network.  A weight that is computed from parameters
-(`dpcompanion.gradients.reparametrized`) adds one linear map, the same for all examples.  Any other layer that maps
-one tensor to one tensor is differentiated example by example with `torch.func`.
+The sum then comes from the kept gradients, or from one ordinary weighted weight gradient. Neither
+needs a second pass through the network. A weight that is computed from parameters
+(`dpcompanion.gradients.reparametrized`) adds one linear map, the same for all examples. Any other
+layer that maps one tensor to one tensor is differentiated example by example with `torch.func`.
 
-Only these last two look at the layer's weights.  So the examples of several networks (runs) can be worked on
-together, first all of one run, then all of the next; sums are made for each run: factors (runs, examples of a run)
-give {name: (runs, *shape)}.
+Only these last two look at the layer's weights. So the examples of several networks (runs) can be
+worked on together, first all of one run, then all of the next; sums are made for each run: factors
+(runs, examples of a run) give {name: (runs, *shape)}.
 
 >>> layer = torch.nn.Linear(3, 2).double()
 >>> a, g = torch.randn(5, 3).double(), torch.randn(5, 2).double()
@@ -51,9 +51,16 @@ from dpcompanion.gradients.matrices import (
     weight_gradients,
 )
 from dpcompanion.gradients.reparametrized import Reparametrized
-from dpcompanion.gradients.tensors import UnsupportedModel, added_up, call_with, own_parameters, squared_norms
+from dpcompanion.gradients.tensors import (
+    UnsupportedModel,
+    added_up,
+    call_with,
+    own_parameters,
+    squared_norms,
+)
 
-# Where the axes of a convolution's weight, (n, out, in, height, width), are among those of its gradients as computed.
+# Where the axes of a convolution's weight, (n, out, in, height, width), are among those of its
+# gradients as computed.
 AXES = (0, 1, 4, 2, 3)
 # Numbers that a block of examples may take while a norm is worked out.
 _BLOCK = 2**23
@@ -64,14 +71,15 @@ def _scaled(tensor, factors):
 
 
 def _in_float(g, axis=0):
-    """Pairs (where along the axis, what is there), in float32 what is held in bfloat16: on a processor a few examples
-    at a time, each in the place of those before it, so that they stay in its cache. One pair at least, if an empty one.
+    """Pairs (where along the axis, what is there), in float32 what is held in bfloat16: on a
+    processor a few examples at a time, each in the place of those before it, so that they stay in
+    its cache. One pair at least, if an empty one.
     """
     if g.dtype != torch.bfloat16:
         yield slice(None), g
         return
-    # A quarter: they lie beside what they are made from, and are read at once. Four at least: fewer are added up
-    # several times slower, even where no cache holds them.
+    # A quarter: they lie beside what they are made from, and are read at once. Four at least: fewer
+    # are added up several times slower, even where no cache holds them.
     rows = max(4, rows_at_once(g.device, 4 * g.numel() // max(1, g.shape[axis]), g.shape[axis]))
     place = torch.empty_like(g.narrow(axis, 0, min(rows, g.shape[axis])), dtype=torch.float32)
     for start in range(0, max(1, g.shape[axis]), rows):
@@ -84,15 +92,18 @@ class Explicit:
 
     What was multiplied in bfloat16 is held in it; norms and sums of it are made in float32.
 
-    The axes of a convolution's weight may be held in another order, the one in which they were computed: `axes` are
-    their places among the axes of the sums, of which the first counts runs.
+    The axes of a convolution's weight may be held in another order, the one in which they were
+    computed: `axes` are their places among the axes of the sums, of which the first counts runs.
     """
 
     def __init__(self, gradients, axes=None):
         self.gradients, self.axes = gradients, axes
 
     def squared_norms(self):
-        return sum(torch.cat([squared_norms(part) for _, part in _in_float(g)]) for g in self.gradients.values())
+        return sum(
+            torch.cat([squared_norms(part) for _, part in _in_float(g)])
+            for g in self.gradients.values()
+        )
 
     def keep_only(self, rows):
         self.gradients = {name: _rows(g, rows) for name, g in self.gradients.items()}
@@ -114,11 +125,13 @@ class Explicit:
 
 
 def _rounded_on(squares, length, terms, dtype):
-    """Squared norms of an example's exact gradients, made so long that they hold for what is added to a sum in `dtype`.
+    """Squared norms of an example's exact gradients, made so long that they hold for what is added
+    to a sum in `dtype`.
 
-    A gradient is a sum of so many `terms`, whose norms add up to `length` at most. Each takes two roundings, and one
-    more whenever another is added to it. Where terms cancel, what these leave may be longer than the exact gradient.
-    inf where a term may be longer than `dtype` can hold, and nan where one is not finite.
+    A gradient is a sum of so many `terms`, whose norms add up to `length` at most. Each takes two
+    roundings, and one more whenever another is added to it. Where terms cancel, what these leave
+    may be longer than the exact gradient. inf where a term may be longer than `dtype` can hold, and
+    nan where one is not finite.
     """
     unit = torch.finfo(dtype).eps / 2
     length = torch.where(length < torch.finfo(dtype).max / 4, length, length * math.inf)
@@ -133,10 +146,11 @@ def _before_rounding(squares):
 class Ghost:
     """A linear layer or convolution of which only inputs and output gradients are held.
 
-    The norm comes from Gram matrices, or from explicit gradients of a few examples at a time where that is less
-    work: in bfloat16 if the layer computed in it, and then what their rounding may hide, 0.4%, is added.  Gram products
-    are added up in float64: their terms can cancel, and a norm must not come out too small. Nor must it where the sum,
-    which is added up in the type of the weight, rounds what cancels.
+    The norm comes from Gram matrices, or from explicit gradients of a few examples at a time where
+    that is less work: in bfloat16 if the layer computed in it, and then what their rounding may
+    hide, 0.4%, is added. Gram products are added up in float64: their terms can cancel, and a norm
+    must not come out too small. Nor must it where the sum, which is added up in the type of the
+    weight, rounds what cancels.
     """
 
     def __init__(self, module, uses):
@@ -149,15 +163,19 @@ class Ghost:
         """What the weight adds to the squared norms; 0 if it is not trained."""
         if "weight" not in own_parameters(self.module):
             return 0
-        return self.rounded_on(torch.cat([self._weight_squares(block) for block in self.blocks(self.uses)]))
+        return self.rounded_on(
+            torch.cat([self._weight_squares(block) for block in self.blocks(self.uses)])
+        )
 
     def rounded_on(self, squares, stretch: float | torch.Tensor = 1.0):
-        """Squared norms of gradients of the weight, which hold for what is added up: of the weight's own parameters, if
-        these gradients are at most `stretch` times as long."""
+        """Squared norms of gradients of the weight, which hold for what is added up: of the
+        weight's own parameters, if these gradients are at most `stretch` times as long.
+        """
         positions = count_positions(self.module, self.uses)
         if positions == 1:
             return squares  # one product, in which nothing cancels
-        # By Cauchy and Schwarz; a place of the input is in as many patches as a kernel has places, at most.
+        # By Cauchy and Schwarz; a place of the input is in as many patches as a kernel has places,
+        # at most.
         each = self.module.weight[0, 0].numel()
         products = (squared_norms(self._seen(a)) * each * squared_norms(g) for a, g in self.uses)
         length = added_up(product.sqrt() for product in products)
@@ -172,22 +190,32 @@ class Ghost:
         return next(iter(own_parameters(self.module).values())).dtype
 
     def blocks(self, uses, numbers=_BLOCK):
-        """The uses of a few examples at a time, such that their gradients or patches take that many numbers; in the
-        precision in which they are multiplied for norms."""
+        """The uses of a few examples at a time, such that their gradients or patches take that many
+        numbers; in the precision in which they are multiplied for norms.
+        """
         weight, positions = self.module.weight, count_positions(self.module, uses)
         rows = max(1, numbers // max(weight.numel(), positions * weight[0].numel()))
-        short = positions > 1 and not gram_is_cheaper(self.module, positions, kept=False, dtype=uses[0][1].dtype)
-        short &= uses[0][1].device.type == "cpu"  # a GPU may add up parts of one product in bfloat16, too
+        short = positions > 1 and not gram_is_cheaper(
+            self.module, positions, kept=False, dtype=uses[0][1].dtype
+        )
+        # a GPU may add up parts of one product in bfloat16, too
+        short &= uses[0][1].device.type == "cpu"
         for i in range(0, len(uses[0][0]), rows):
             block = [(a[i : i + rows], g[i : i + rows]) for a, g in uses]
-            full = [(in_full(self.module, a), in_full(self.module, g)) for a, g in block] if not short else []
+            full = (
+                [(in_full(self.module, a), in_full(self.module, g)) for a, g in block]
+                if not short
+                else []
+            )
             yield in_one_precision(self.module, block) if short else full
 
     def bias_squares(self):
         """What the bias adds to the squared norms; 0 if it has none to train."""
         if "bias" not in own_parameters(self.module):
             return 0
-        squares = squared_norms(added_up(bias_gradients(self.module, in_full(self.module, g)) for _, g in self.uses))
+        squares = squared_norms(
+            added_up(bias_gradients(self.module, in_full(self.module, g)) for _, g in self.uses)
+        )
         positions = count_positions(self.module, self.uses)
         if positions == 1:
             return squares
@@ -196,15 +224,24 @@ class Ghost:
 
     def _weight_squares(self, uses) -> torch.Tensor:
         positions, dtype = count_positions(self.module, uses), uses[0][1].dtype
-        if positions > 1 and (dtype == torch.bfloat16 or not gram_is_cheaper(self.module, positions, kept=False)):
-            squares = torch.cat([squared_norms(g) for _, g in _in_float(weight_gradients(self.module, uses))])
+        if positions > 1 and (
+            dtype == torch.bfloat16 or not gram_is_cheaper(self.module, positions, kept=False)
+        ):
+            squares = torch.cat(
+                [squared_norms(g) for _, g in _in_float(weight_gradients(self.module, uses))]
+            )
             return _before_rounding(squares) if dtype == torch.bfloat16 else squares
         pairs = [matrices(self.module, a, g) for a, g in uses]
         inputs, outputs = torch.cat([p[0] for p in pairs], 2), torch.cat([p[1] for p in pairs], 3)
         if positions == 1:
-            a, g = (squared_norms(part.flatten(0, 1)).view(part.shape[:2]) for part in (inputs, outputs))
-            product = a * g  # nan where one is not finite, be the other 0: that example is to be dropped
-            return torch.where((a > 0) & (g > 0), product.clamp(min=torch.finfo(torch.float64).tiny), product).sum(1)
+            a, g = (
+                squared_norms(part.flatten(0, 1)).view(part.shape[:2]) for part in (inputs, outputs)
+            )
+            # nan where one is not finite, be the other 0: that example is to be dropped
+            product = a * g
+            return torch.where(
+                (a > 0) & (g > 0), product.clamp(min=torch.finfo(torch.float64).tiny), product
+            ).sum(1)
         inputs, outputs = inputs.double(), outputs.double()
         return ((inputs @ inputs.mT) * (outputs.mT @ outputs)).sum((1, 2, 3)).clamp(min=0)
 
@@ -234,15 +271,19 @@ class Ghost:
                 stride=conv.stride, padding=padding, dilation=conv.dilation, groups=conv.groups
             )
             pieces = zip(a.chunk(runs), g.chunk(runs))
-            return torch.stack([conv2d_weight(a, conv.weight.shape, g, **options) for a, g in pieces])
+            return torch.stack(
+                [conv2d_weight(a, conv.weight.shape, g, **options) for a, g in pieces]
+            )
         return g.reshape(runs, -1, g.shape[-1]).mT @ a.reshape(runs, -1, a.shape[-1])
 
 
 class GhostReparametrized:
-    """A layer whose weight is computed from parameters: gradients of the weight it uses, a few examples at a time, are
-    pulled back to the parameters for the norms; for the sum, one weighted gradient of each run is.
+    """A layer whose weight is computed from parameters: gradients of the weight it uses, a few
+    examples at a time, are pulled back to the parameters for the norms; for the sum, one weighted
+    gradient of each run is.
 
-    Where gradients are made in bfloat16, they may be held as they are, before they are pulled back (`hold`).
+    Where gradients are made in bfloat16, they may be held as they are, before they are pulled back
+    (`hold`).
     """
 
     def __init__(self, module, uses, stacked):
@@ -254,7 +295,9 @@ class GhostReparametrized:
         return self.held.gradients if self.held else {}
 
     def hold(self):
-        """This, with gradients of the effective weight held for the sum, the very numbers that are measured."""
+        """This, with gradients of the effective weight held for the sum, the very numbers that are
+        measured.
+        """
         self.held = _explicit_matrices(self.ghost.module, self.ghost.uses)
         self._squares, self.ghost.uses = self.squared_norms(), []
         return self
@@ -271,8 +314,10 @@ class GhostReparametrized:
         return {name: found[name] for name in own_parameters(self.module) if name in found}
 
     def _effective(self):
-        """Pairs of a run and gradients of its effective weight, as the parameters' are laid out, in float32 or more,
-        a few examples at a time; and by how much their norms may have been rounded, of them."""
+        """Pairs of a run and gradients of its effective weight, as the parameters' are laid out, in
+        float32 or more, a few examples at a time; and by how much their norms may have been
+        rounded, of them.
+        """
         ghost, runs = self.ghost, len(next(iter(self.stacked.values()))) if self.stacked else 1
         examples = len(ghost.uses[0][0]) // runs
         for run in range(runs):
@@ -286,14 +331,19 @@ class GhostReparametrized:
             for block in blocks:
                 short = block.dtype == torch.bfloat16
                 for _, part in _in_float(block):
-                    yield run, part.permute(AXES) if part.ndim == 5 else part, short and not self.held
+                    yield (
+                        run,
+                        part.permute(AXES) if part.ndim == 5 else part,
+                        short and not self.held,
+                    )
 
     def pulled(self):
         """Gradients of the parameters, {name: (n, *shape)}, a few examples at a time."""
         runs = len(next(iter(self.stacked.values()))) if self.stacked else 1
         back = [self.module.pull_back(**self._parameters(run)) for run in range(runs)]
         for run, gradients, _ in self._effective():
-            gradients = gradients.clone() if self._is_short else gradients  # the next ones take their place
+            # the next ones take their place
+            gradients = gradients.clone() if self._is_short else gradients
             yield self._trained(back[run](gradients))
 
     def squared_norms(self):
@@ -304,13 +354,19 @@ class GhostReparametrized:
         if self._is_short:
             squares = torch.cat(list(self._squares_in_short(stretches)))
         else:
-            squares = torch.cat([added_up(squared_norms(g) for g in pulled.values()) for pulled in self.pulled()])
+            squares = torch.cat(
+                [added_up(squared_norms(g) for g in pulled.values()) for pulled in self.pulled()]
+            )
         stretch = torch.stack(stretches).repeat_interleave(len(squares) // runs)
         return self.ghost.rounded_on(squares, stretch) + self.ghost.bias_squares()
 
     def _squares_in_short(self, stretches):
-        """Squared norms of the gradients that `_effective` gives, or were before they were rounded."""
-        measures = [self.module.pulled_squares(**self._parameters(run)) for run in range(len(stretches))]
+        """Squared norms of the gradients that `_effective` gives, or were before they were
+        rounded.
+        """
+        measures = [
+            self.module.pulled_squares(**self._parameters(run)) for run in range(len(stretches))
+        ]
         for run, gradients, rounded in self._effective():
             whole = squared_norms(gradients) if rounded else None
             squares = added_up(self._trained(measures[run](gradients)).values())
@@ -324,11 +380,14 @@ class GhostReparametrized:
         gradients, axes = {}, AXES if isinstance(self.module, nn.Conv2d) else None
         for pulled in self.pulled():
             for name, g in pulled.items():
-                gradients.setdefault(name, []).append(g.permute(0, 1, 3, 4, 2) if axes and name == "weight" else g)
+                gradients.setdefault(name, []).append(
+                    g.permute(0, 1, 3, 4, 2) if axes and name == "weight" else g
+                )
         gradients = {name: torch.cat(parts) for name, parts in gradients.items()}
         if "bias" in own_parameters(self.module):
             gradients["bias"] = added_up(
-                bias_gradients(self.ghost.module, in_full(self.module, g)) for _, g in self.ghost.uses
+                bias_gradients(self.ghost.module, in_full(self.module, g))
+                for _, g in self.ghost.uses
             )
         return Explicit(gradients, axes)
 
@@ -345,26 +404,36 @@ class GhostReparametrized:
 
 
 class GhostEmbedding:
-    """An embedding: an example's gradient is, for each of its tokens, the sum over the positions that hold it."""
+    """An embedding: an example's gradient is, for each of its tokens, the sum over the positions
+    that hold it.
+    """
 
     def __init__(self, module, uses):
         self.module = module
         self.tokens = torch.cat([a.reshape(len(a), -1) for a, _ in uses], 1)
-        self.g = in_full(module, torch.cat([g.reshape(len(g), -1, g.shape[-1]) for _, g in uses], 1))
+        self.g = in_full(
+            module, torch.cat([g.reshape(len(g), -1, g.shape[-1]) for _, g in uses], 1)
+        )
         if module.padding_idx is not None:
             self.g = self.g * (self.tokens != module.padding_idx).unsqueeze(-1)
 
     def sums(self):
-        """Keys example x rows of the weight + row (k,), and the gradient of that row for that example (k, out)."""
+        """Keys example x rows of the weight + row (k,), and the gradient of that row for that
+        example (k, out).
+        """
         keys = (
-            self.tokens + len(self.module.weight) * torch.arange(len(self.tokens), device=self.tokens.device)[:, None]
+            self.tokens
+            + len(self.module.weight)
+            * torch.arange(len(self.tokens), device=self.tokens.device)[:, None]
         )
         pairs, where = keys.unique(return_inverse=True)
         sums = self.g.new_zeros(len(pairs), self.g.shape[-1], dtype=torch.float64)
         return pairs, sums.index_add_(0, where.flatten(), self.g.flatten(0, 1).double())
 
     def squared_norms(self):
-        squares = self._by_pairs_of_positions() if self.tokens.device.type != "cpu" else self._by_tokens()
+        squares = (
+            self._by_pairs_of_positions() if self.tokens.device.type != "cpu" else self._by_tokens()
+        )
         terms = self.tokens.shape[1]
         if terms == 1:
             return squares
@@ -378,42 +447,55 @@ class GhostEmbedding:
 
     def _by_tokens(self):
         pairs, sums = self.sums()
-        return sums.new_zeros(len(self.tokens)).index_add_(0, pairs // len(self.module.weight), squared_norms(sums))
+        return sums.new_zeros(len(self.tokens)).index_add_(
+            0, pairs // len(self.module.weight), squared_norms(sums)
+        )
 
     def keep_only(self, rows):
         self.g = _rows(self.g, rows)
 
     def weighted_sum(self, factors):
         runs, rows = len(factors), len(self.module.weight)
-        tokens = self.tokens.reshape(runs, -1) + rows * torch.arange(runs, device=self.tokens.device)[:, None]
+        tokens = (
+            self.tokens.reshape(runs, -1)
+            + rows * torch.arange(runs, device=self.tokens.device)[:, None]
+        )
         weight = self.g.new_zeros(runs * rows, self.g.shape[-1])
         weight.index_add_(0, tokens.flatten(), _scaled(self.g, factors.flatten()).flatten(0, 1))
         return {"weight": weight.unflatten(0, (runs, rows))}
 
 
 def float64_sum(layer, factors):
-    """As `layer.weighted_sum`, of one run, in float64, of the very numbers that `layer.squared_norms` has measured.
+    """As `layer.weighted_sum`, of one run, in float64, of the very numbers that
+    `layer.squared_norms` has measured.
 
-    Each term takes two roundings at most before it is added. `layer` must be one that `layer_gradient` made by
-    "materialized"; factors (n,) float64.
+    Each term takes two roundings at most before it is added. `layer` must be one that
+    `layer_gradient` made by "materialized"; factors (n,) float64.
     """
     if isinstance(layer, Explicit):
         sums = {}
         for name, g in layer.gradients.items():
             g, shape = g.flatten(1), g.shape[1:]
             rows = max(1, _BLOCK // max(1, g.shape[1]))
-            parts = (factors[i : i + rows] @ g[i : i + rows].double() for i in range(0, len(g), rows))
+            parts = (
+                factors[i : i + rows] @ g[i : i + rows].double() for i in range(0, len(g), rows)
+            )
             sums[name] = added_up(parts).view(shape)
         if layer.axes and "weight" in sums:
             sums["weight"] = sums["weight"].permute([axis - 1 for axis in layer.axes[1:]])
         return sums
     if isinstance(layer, GhostEmbedding):
         pairs, rows = layer.sums()
-        scaled, size = rows * factors[pairs // len(layer.module.weight)][:, None], len(layer.module.weight)
+        scaled, size = (
+            rows * factors[pairs // len(layer.module.weight)][:, None],
+            len(layer.module.weight),
+        )
         return {"weight": scaled.new_zeros(size, rows.shape[1]).index_add_(0, pairs % size, scaled)}
     ((a, g),) = layer.uses
     a, g = a.reshape(len(a), -1).double(), g.reshape(len(g), -1).double() * factors[:, None]
-    return {name: g.mT @ a if name == "weight" else g.sum(0) for name in own_parameters(layer.module)}
+    return {
+        name: g.mT @ a if name == "weight" else g.sum(0) for name in own_parameters(layer.module)
+    }
 
 
 def _rows(tensor, rows):
@@ -438,7 +520,9 @@ def _explicit_norm_layer(module, uses):
     gradients = {}
     for a, g in uses:
         rows = rows_at_once(a.device, 4 * a.numel() // max(1, len(a)), len(a))
-        blocks = [_norm_layer_gradients(module, *pair) for pair in zip(a.split(rows), g.split(rows))]
+        blocks = [
+            _norm_layer_gradients(module, *pair) for pair in zip(a.split(rows), g.split(rows))
+        ]
         for name in own_parameters(module):
             term = torch.cat([block[name] for block in blocks])
             gradients[name] = gradients[name] + term if name in gradients else term
@@ -453,7 +537,11 @@ def _norm_layer_gradients(module, a, g):
         normal = F.layer_norm(a, module.normalized_shape, eps=module.eps)
         everywhere = range(1, a.ndim - module.weight.ndim)
     gradients = {"weight": normal.mul_(g), "bias": g}
-    return {name: t.sum(tuple(everywhere)) for name, t in gradients.items()} if everywhere else gradients
+    return (
+        {name: t.sum(tuple(everywhere)) for name, t in gradients.items()}
+        if everywhere
+        else gradients
+    )
 
 
 def _explicit_any(module, uses, stacked):
@@ -471,7 +559,9 @@ def _explicit_any(module, uses, stacked):
         try:
             if stacked:
                 runs = len(next(iter(stacked.values())))
-                terms = torch.func.vmap(each)(stacked, a.unflatten(0, (runs, -1)), g.unflatten(0, (runs, -1)))
+                terms = torch.func.vmap(each)(
+                    stacked, a.unflatten(0, (runs, -1)), g.unflatten(0, (runs, -1))
+                )
                 terms = {name: term.flatten(0, 1) for name, term in terms.items()}
             else:
                 terms = each(parameters, a, g)
@@ -487,11 +577,12 @@ def _explicit_any(module, uses, stacked):
 def layer_gradient(module, uses, method, budget, stacked=None, kept=True):
     """The gradient of `module` from its uses [(inputs, output gradients)], in the cheapest form.
 
-    The parameters of several runs of the layer, if so, are in `stacked`, {name: (runs, *shape)}. `method` "ghost" keeps
-    no gradient of a linear layer, convolution or embedding; "mixed" keeps it where that saves arithmetic and needs at
-    most `budget` numbers, and makes none where it is not to be `kept` for a sum and the norm is cheaper without.
-    "materialized" is for `float64_sum`: what is measured is what is added, so that only a linear layer with one
-    position an example, whose gradient is a product of two vectors, need not be held.
+    The parameters of several runs of the layer, if so, are in `stacked`, {name: (runs, *shape)}.
+    `method` "ghost" keeps no gradient of a linear layer, convolution or embedding; "mixed" keeps it
+    where that saves arithmetic and needs at most `budget` numbers, and makes none where it is not
+    to be `kept` for a sum and the norm is cheaper without. "materialized" is for `float64_sum`:
+    what is measured is what is added, so that only a linear layer with one position an example,
+    whose gradient is a product of two vectors, need not be held.
     """
     if type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq):
         return GhostEmbedding(module, uses)

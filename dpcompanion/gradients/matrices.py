@@ -1,7 +1,10 @@
-"""Linear layers and convolutions as products of matrices: what went in, and the gradients of what came out.
+"""Linear layers and convolutions as products of matrices: what went in, and the gradients of what
+came out.
 
 >>> layer = nn.Linear(3, 2)
->>> inputs, outputs = matrices(layer, torch.ones(5, 4, 3), torch.ones(5, 4, 2))       # 5 examples, 4 positions
+>>> inputs, outputs = matrices(
+...     layer, torch.ones(5, 4, 3), torch.ones(5, 4, 2)
+... )  # 5 examples, 4 positions
 >>> inputs.shape, outputs.shape
 (torch.Size([5, 1, 4, 3]), torch.Size([5, 1, 2, 4]))
 """
@@ -12,7 +15,8 @@ from torch import nn
 
 from dpcompanion.gradients.tensors import added_up, own_parameters
 
-# What it costs to write a number of an explicit gradient and read it twice, in multiply-adds (measured on a CPU).
+# What it costs to write a number of an explicit gradient and read it twice, in multiply-adds
+# (measured on a CPU).
 _TRAFFIC = 16
 # Numbers that stay in a processor's cache while they are worked on several times.
 CACHED = 2**19
@@ -25,7 +29,9 @@ def padded(conv, a):
 
 
 def _image(conv, a, room):
-    """(n, channels, height, width) -> padded, with the channels last, (n, height, width, channels)."""
+    """(n, channels, height, width) -> padded, with the channels last, (n, height, width,
+    channels).
+    """
     if conv.padding_mode != "zeros":
         return padded(conv, a).contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
     left, right, top, bottom = conv._reversed_padding_repeated_twice
@@ -45,15 +51,18 @@ def _copied(windows, room):
 
 
 def _patches(conv, a, room=None):
-    """(n, channels, height, width) -> (n, groups, positions, in), what each position of the output sees.
+    """(n, channels, height, width) -> (n, groups, positions, in), what each position of the output
+    sees.
 
-    The channels of a patch lie side by side, which is several times faster to copy than the order of the weight.
-    Examples that are worked on a few at a time go to the same `room`, a dict that is empty at first: to memory that is
-    new a processor takes twice as long to write.
+    The channels of a patch lie side by side, which is several times faster to copy than the order
+    of the weight. Examples that are worked on a few at a time go to the same `room`, a dict that is
+    empty at first: to memory that is new a processor takes twice as long to write.
     """
     room = {} if room is None else room
     windows = _image(conv, a, room)
-    for axis, (size, stride, dilation) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation), start=1):
+    for axis, (size, stride, dilation) in enumerate(
+        zip(conv.kernel_size, conv.stride, conv.dilation), start=1
+    ):
         windows = windows.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
     n, height, width = windows.shape[:3]
     windows = windows.unflatten(3, (conv.groups, -1)).permute(0, 3, 1, 2, 5, 6, 4)
@@ -61,8 +70,10 @@ def _patches(conv, a, room=None):
 
 
 def _strips(conv, a, room):
-    """(n, channels, height, width) -> (n * groups, rows x columns of the output, in): what lies before each column of
-    the output in one row of the (padded) input.  A patch is as many of them as its kernel has rows."""
+    """(n, channels, height, width) -> (n * groups, rows x columns of the output, in): what lies
+    before each column of the output in one row of the (padded) input. A patch is as many of them as
+    its kernel has rows.
+    """
     windows = _image(conv, a, room)
     (_, width), stride, dilation = conv.kernel_size, conv.stride[1], conv.dilation[1]
     windows = windows.unfold(2, dilation * (width - 1) + 1, stride)[..., ::dilation]
@@ -72,20 +83,31 @@ def _strips(conv, a, room):
 
 
 def _by_strips(conv, positions, dtype):
-    """Whether strips are faster than patches (measured): where the kernel goes down row by row, over more positions
-    than there are channels to copy a gradient for; not where they are as narrow as those of an image's colours, and not
-    in bfloat16, whose products are so fast that three in the place of one cost more than they save."""
+    """Whether strips are faster than patches (measured): where the kernel goes down row by row,
+    over more positions than there are channels to copy a gradient for; not where they are as narrow
+    as those of an image's colours, and not in bfloat16, whose products are so fast that three in
+    the place of one cost more than they save.
+    """
     out, inside, height, width = conv.weight.shape
     whole = dtype != torch.bfloat16
-    return whole and conv.stride[0] == 1 and height > 1 and inside * width >= 16 and positions > 2 * out
+    return (
+        whole
+        and conv.stride[0] == 1
+        and height > 1
+        and inside * width >= 16
+        and positions > 2 * out
+    )
 
 
 def matrices(module, a, g, room=None):
-    """Inputs (n, groups, positions, in) and output gradients (n, groups, out, positions) of one use of a layer. `room`
-    is what patches were copied to before, and are again."""
+    """Inputs (n, groups, positions, in) and output gradients (n, groups, out, positions) of one use
+    of a layer. `room` is what patches were copied to before, and are again.
+    """
     if type(module) is nn.Conv2d:
         return _patches(module, a, room), g.reshape(len(g), module.groups, -1, g[0, 0].numel())
-    return a.reshape(len(a), 1, -1, a.shape[-1]), g.reshape(len(g), 1, -1, g.shape[-1]).transpose(2, 3)
+    return a.reshape(len(a), 1, -1, a.shape[-1]), g.reshape(len(g), 1, -1, g.shape[-1]).transpose(
+        2, 3
+    )
 
 
 def count_positions(module, uses):
@@ -93,12 +115,12 @@ def count_positions(module, uses):
 
 
 def gram_is_cheaper(module, positions, kept=True, dtype=torch.float32):
-    """Whether the Gram matrices, in float64, cost less arithmetic than a gradient: than what writing and reading it
-    costs, if it is `kept`, since without it the sum takes as much to make; than all of it, if it is made for its norm
-    alone.
+    """Whether the Gram matrices, in float64, cost less arithmetic than a gradient: than what
+    writing and reading it costs, if it is `kept`, since without it the sum takes as much to make;
+    than all of it, if it is made for its norm alone.
 
-    Linear layers alone make a difference: patches of a convolution in float64 cost more than they save, and what was
-    computed in bfloat16 (`dtype`) is multiplied in it several times faster.
+    Linear layers alone make a difference: patches of a convolution in float64 cost more than they
+    save, and what was computed in bfloat16 (`dtype`) is multiplied in it several times faster.
     """
     groups = getattr(module, "groups", 1)
     gram = positions**2 * (module.weight.shape[0] + groups * module.weight[0].numel())
@@ -119,14 +141,20 @@ def bias_gradients(module, g):
 
 
 def in_full(module, tensor):
-    """In the precision of the module's parameters: what went through a network in a lower one is multiplied and added
-    up in theirs, in the norm and in the sum alike."""
-    return tensor.to(next(iter(own_parameters(module).values())).dtype) if tensor.is_floating_point() else tensor
+    """In the precision of the module's parameters: what went through a network in a lower one is
+    multiplied and added up in theirs, in the norm and in the sum alike.
+    """
+    return (
+        tensor.to(next(iter(own_parameters(module).values())).dtype)
+        if tensor.is_floating_point()
+        else tensor
+    )
 
 
 def in_one_precision(module, uses):
-    """Uses whose inputs and output gradients can be multiplied: those of a layer that computed in bfloat16, and is used
-    once, in bfloat16, as plain autograd does it (sums are made in float32, then rounded), all others in full.
+    """Uses whose inputs and output gradients can be multiplied: those of a layer that computed in
+    bfloat16, and is used once, in bfloat16, as plain autograd does it (sums are made in float32,
+    then rounded), all others in full.
 
     Only for gradients that are held: clipping must measure and add up what was rounded.
     """
@@ -136,21 +164,27 @@ def in_one_precision(module, uses):
 
 
 def rows_at_once(device, numbers, rows):
-    """How many of some rows, of so many numbers each, to work on at once: on a processor as many as stay in its cache,
-    on a GPU all, since every further product is one more to launch."""
+    """How many of some rows, of so many numbers each, to work on at once: on a processor as many as
+    stay in its cache, on a GPU all, since every further product is one more to launch.
+    """
     return max(1, CACHED // max(1, numbers)) if device.type == "cpu" else max(1, rows)
 
 
 def weight_gradients(module, uses):
-    """Gradients of the weight over all uses of the layer, (n, out, in); those of a convolution in the order in which
-    they are computed, (n, out, height, width, in)."""
+    """Gradients of the weight over all uses of the layer, (n, out, in); those of a convolution in
+    the order in which they are computed, (n, out, height, width, in).
+    """
     out, inside, *kernel = module.weight.shape
 
     def of_use(a, g):
-        found, positions = g.new_empty(len(a), out, *kernel, inside), count_positions(module, [(a, g)])
+        found, positions = (
+            g.new_empty(len(a), out, *kernel, inside),
+            count_positions(module, [(a, g)]),
+        )
         strips = bool(kernel) and _by_strips(module, positions, g.dtype)
         seen = module.weight[0].numel() // (kernel[0] if strips else 1)
-        # More in bfloat16: of few examples its products are too short for what it takes to begin them (measured).
+        # More in bfloat16: of few examples its products are too short for what it takes to begin
+        # them (measured).
         numbers = positions * seen // (4 if g.dtype == torch.bfloat16 else 1)
         rows, room = rows_at_once(a.device, numbers, len(a)), {}
         rows = max(1, -(-len(a) // max(1, -(-len(a) // rows))))  # as many each time
@@ -168,8 +202,14 @@ def _at_once(module, a, g, found, room):
 
 
 def _by_rows(conv, a, g, found, room):
-    """Of patches of 3 x 3 pixels only a third is copied, with one product for each row of the kernel."""
-    inputs, positions, per_row = _strips(conv, a, room), g[0, 0].numel(), conv.dilation[0] * g.shape[3]
+    """Of patches of 3 x 3 pixels only a third is copied, with one product for each row of the
+    kernel.
+    """
+    inputs, positions, per_row = (
+        _strips(conv, a, room),
+        g[0, 0].numel(),
+        conv.dilation[0] * g.shape[3],
+    )
     outputs = g.reshape(len(inputs), -1, positions)
     found = found.view(len(inputs), outputs.shape[1], conv.kernel_size[0], -1)
     for row in range(conv.kernel_size[0]):

@@ -16,20 +16,27 @@ from dpcompanion._devices import to_device
 from dpcompanion.gradients import clipping, proof, states, traces
 
 
-def norms_of_all(model, loss, examples, *, method, microbatch_size=None, precision=None, within=None):
-    """The gradient norm of each of the n examples (`dpcompanion.training.examples`), (n,), on the model's device; or of
-    those of a slice, `within`.
+def norms_of_all(
+    model, loss, examples, *, method, microbatch_size=None, precision=None, within=None
+):
+    """The gradient norm of each of the n examples (`dpcompanion.training.examples`), (n,), on the
+    model's device; or of those of a slice, `within`.
 
-    `microbatch_size` examples are loaded and measured at once, by default as many as suit memory and caches. The model
-    computes in evaluation mode, without dropout. Random numbers, gradients, modes and Opacus' per-example gradients
-    stay as they are.
+    `microbatch_size` examples are loaded and measured at once, by default as many as suit memory
+    and caches. The model computes in evaluation mode, without dropout. Random numbers, gradients,
+    modes and Opacus' per-example gradients stay as they are.
     """
     device = next(model.parameters()).device
     start, stop, _ = (within or slice(None)).indices(len(examples))
-    norms = [torch.zeros(0, dtype=next(model.parameters()).dtype, device=device)] if start == stop else []
+    norms = (
+        [torch.zeros(0, dtype=next(model.parameters()).dtype, device=device)]
+        if start == stop
+        else []
+    )
     with undisturbed(model) as inner:
         network, loss = examples.seen(inner, loss)
-        before = traces.noted(inner, values=device.type == "cpu")  # elsewhere it would be waited for
+        # elsewhere it would be waited for
+        before = traces.noted(inner, values=device.type == "cpu")
         size = microbatch_size or loaded_at_once(examples.probe[0])
         for at in range(start, stop, size):
             with torch.random.fork_rng(devices=[]):  # a transform may draw
@@ -50,12 +57,16 @@ def norms_of_all(model, loss, examples, *, method, microbatch_size=None, precisi
 
 
 def resolve_method(model, loss, examples, method, precision=None):
-    """The method that is proved right for this model (`clipping.resolve_method`), in evaluation mode."""
+    """The method that is proved right for this model (`clipping.resolve_method`), in evaluation
+    mode.
+    """
     device, (x, y) = next(model.parameters()).device, examples.probe
     rows = proof.rows_to_look_through(len(x))
     with undisturbed(model) as inner:
         network, losses = examples.seen(inner, loss)
-        found = clipping.resolve_method(network, losses, x[rows].to(device), y[rows].to(device), method, precision)
+        found = clipping.resolve_method(
+            network, losses, x[rows].to(device), y[rows].to(device), method, precision
+        )
         examples.prove(inner, loss)
         return found
 
@@ -67,13 +78,17 @@ def state_of(model):
 
 
 def loaded_at_once(x):
-    """512 examples of up to 8,192 numbers, fewer of larger ones, lest what they leave fill a GPU."""
+    """512 examples of up to 8,192 numbers, fewer of larger ones, lest what they leave fill a
+    GPU.
+    """
     return min(512, max(16, 2**22 // max(1, x[0].numel())))
 
 
 @contextlib.contextmanager
 def undisturbed(model):
-    """The model in evaluation mode, without the hooks of Opacus' GradSampleModule, and as it was afterwards."""
+    """The model in evaluation mode, without the hooks of Opacus' GradSampleModule, and as it was
+    afterwards.
+    """
     inner = getattr(model, "_module", model)  # what carries the hooks need not be a module itself
     modes = {module: module.training for module in inner.modules()}
     hooked = getattr(model, "hooks_enabled", False)

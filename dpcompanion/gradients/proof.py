@@ -1,21 +1,24 @@
 """Is a fast way to per-example gradients right for this model?  It is tried against plain autograd.
 
-What is fast looks at layers or at a batch, and a model may do what these do not see: use a weight outside of its
-layer, overwrite an activation in place, mix examples.  `prove` takes examples one by one through plain autograd and
-compares.  It is made once a run, so it can afford to be strict.  The engine proves what Opacus finds by the same probe,
-tolerances and weights nearby (`dpcompanion.engine.proof`).
+What is fast looks at layers or at a batch, and a model may do what these do not see: use a weight
+outside of its layer, overwrite an activation in place, mix examples. `prove` takes examples one by
+one through plain autograd and compares. It is made once a run, so it can afford to be strict. The
+engine proves what Opacus finds by the same probe, tolerances and weights nearby
+(`dpcompanion.engine.proof`).
 
-* The examples are those with the largest gradients among a probe that is spread over the data.  Rows that are not
-  finite are left out; if all are, nothing is proved, and that is said.
+* The examples are those with the largest gradients among a probe that is spread over the data. Rows
+  that are not finite are left out; if all are, nothing is proved, and that is said.
 * Tolerances are relative: a well fitted example, whose gradient is small, is proved like any other.
-* Training mode is proved like evaluation mode, as it may compute something else. What is drawn at random there is
-  drawn alike by all that is compared, so that neither dropout nor noise hides anything.
-* All is proved twice, with the weights that the model has and with weights nearby: behind a weight of next to zero, as
-  in residual blocks at their start, a wrong gradient looks right. The second time there is an example less, and the
-  others come the other way round: what takes another axis for that of the examples may find as many there by chance,
-  and what sorts them may find them sorted.
-* Each example is clipped to another share of its gradient, so that whose gradient is whose is proved too, and each
-  parameter's gradient is looked at by itself.
+* Training mode is proved like evaluation mode, as it may compute something else. What is drawn at
+  random there is drawn alike by all that is compared, so that neither dropout nor noise hides
+  anything.
+* All is proved twice, with the weights that the model has and with weights nearby: behind a weight
+  of next to zero, as in residual blocks at their start, a wrong gradient looks right. The second
+  time there is an example less, and the others come the other way round: what takes another axis
+  for that of the examples may find as many there by chance, and what sorts them may find them
+  sorted.
+* Each example is clipped to another share of its gradient, so that whose gradient is whose is
+  proved too, and each parameter's gradient is looked at by itself.
 
 >>> from dpcompanion.gradients import clipping
 >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(50, 3), torch.arange(50) % 2
@@ -39,7 +42,8 @@ from dpcompanion.gradients.independence import check_company, check_independence
 from dpcompanion.gradients.tensors import UnsupportedModel, in_best_format, losses_in, tolerances
 from dpcompanion.gradients.traces import beginning_alike, evaluating, weights_nearby
 
-# Examples that are looked through, those of them whose gradients are computed, and those that are compared.
+# Examples that are looked through, those of them whose gradients are computed, and those that are
+# compared.
 _LOOKED_THROUGH, PROBED, COMPARED = 64, 16, 4
 
 
@@ -47,13 +51,21 @@ _LOOKED_THROUGH, PROBED, COMPARED = 64, 16, 4
 
 
 def rows_to_look_through(n):
-    """At most 64 of n rows, evenly spread: first every fourth of them, then those between, (k,) int64."""
-    spread = torch.linspace(0, max(n - 1, 0), min(n, _LOOKED_THROUGH), dtype=torch.float64).round().long()
+    """At most 64 of n rows, evenly spread: first every fourth of them, then those between, (k,)
+    int64.
+    """
+    spread = (
+        torch.linspace(0, max(n - 1, 0), min(n, _LOOKED_THROUGH), dtype=torch.float64)
+        .round()
+        .long()
+    )
     return torch.cat([spread[start::4] for start in range(4)])
 
 
 def probed(alone: Callable[[int], Iterable[torch.Tensor]], n: int) -> dict[int, float]:
-    """{row: norm of the gradient `alone`} of a probe spread over n examples, until 16 of these are finite."""
+    """{row: norm of the gradient `alone`} of a probe spread over n examples, until 16 of these are
+    finite.
+    """
     norms = {}
     for row in rows_to_look_through(n).tolist():
         norms[row] = float(norms_of(alone(row)).norm())
@@ -64,7 +76,9 @@ def probed(alone: Callable[[int], Iterable[torch.Tensor]], n: int) -> dict[int, 
 
 def largest(norms: dict[int, float], count: int = COMPARED) -> list[int]:
     """The rows of the largest finite norms, the largest first."""
-    return sorted(filter(lambda row: math.isfinite(norms[row]), norms), key=norms.__getitem__, reverse=True)[:count]
+    return sorted(
+        filter(lambda row: math.isfinite(norms[row]), norms), key=norms.__getitem__, reverse=True
+    )[:count]
 
 
 def norms_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -79,11 +93,14 @@ class Misfit(NamedTuple):
     bound: float
 
 
-def misfit(errors: torch.Tensor, own: torch.Tensor, typical: torch.Tensor, tolerance) -> Misfit | None:
+def misfit(
+    errors: torch.Tensor, own: torch.Tensor, typical: torch.Tensor, tolerance
+) -> Misfit | None:
     """Where a claim is too far from plain autograd; None where it is not.
 
-    It is compared in whole, against its own length, and parameter by parameter, against what each is long elsewhere,
-    too: what is off in a short part of it is off in full when that has grown. What cancels leaves some rounding.
+    It is compared in whole, against its own length, and parameter by parameter, against what each
+    is long elsewhere, too: what is off in a short part of it is off in full when that has grown.
+    What cancels leaves some rounding.
 
     Args:
         errors: how far each parameter's part is from that of autograd, (parameters,).
@@ -93,15 +110,18 @@ def misfit(errors: torch.Tensor, own: torch.Tensor, typical: torch.Tensor, toler
     """
     relative, floor = tolerance
     bounds = relative * typical + floor * typical.norm()
-    if errors.norm() <= relative * own.norm() + floor * typical.norm() and bool((errors <= bounds).all()):
+    if errors.norm() <= relative * own.norm() + floor * typical.norm() and bool(
+        (errors <= bounds).all()
+    ):
         return None
     worst = int((errors / bounds.clamp(min=1e-300)).argmax())
     return Misfit(worst, float(bounds[worst]))
 
 
 def twice(parameters, compare, rows, nearby=None):
-    """Call `compare` with rows and the weights as they are, then with weights nearby and (unless `nearby` says which)
-    one of the rows less, the other way round."""
+    """Call `compare` with rows and the weights as they are, then with weights nearby and (unless
+    `nearby` says which) one of the rows less, the other way round.
+    """
     compare(rows)
     with weights_nearby(parameters):
         compare(rows[: max(len(rows) - 1, 1)][::-1] if nearby is None else nearby)
@@ -111,24 +131,28 @@ def twice(parameters, compare, rows, nearby=None):
 
 
 def prove(model, loss, x, y, candidate):
-    """Raise unless `candidate` is what plain autograd says of the examples with the largest gradients.
+    """Raise unless `candidate` is what plain autograd says of the examples with the largest
+    gradients.
 
     Args:
         model: a module, on the device of x; it is put into evaluation mode for the proof, and back.
         loss: (outputs, targets) -> (n,).
         x, y: tensors of examples to choose from; at most 64 rows, evenly spread, are looked at.
-        candidate: (x, y, clip norms (k,)) -> (norms (k,), {name: sum of the k clipped gradients}) of k examples; the
-            names are those of the model's trainable parameters. It is called with the model's weights as they are,
-            then with others.
+        candidate: (x, y, clip norms (k,)) -> (norms (k,), {name: sum of the k clipped gradients})
+            of k examples; the names are those of the model's trainable parameters. It is called
+            with the model's weights as they are, then with others.
 
     Raises:
         UnsupportedModel: a norm or a sum is wrong, or no example has a finite gradient.
-        ValueError: an example's loss changes with its company, or with what the model has seen before.
+        ValueError: an example's loss changes with its company, or with what the model has seen
+        before.
     """
     with evaluating(model):
         rows = largest_gradients(model, loss, x, y, PROBED)
     if not len(rows):
-        raise UnsupportedModel("no example has a finite gradient, so that nothing can be proved; use method='func'")
+        raise UnsupportedModel(
+            "no example has a finite gradient, so that nothing can be proved; use method='func'"
+        )
     check_independence(model, loss, x[rows[:COMPARED]], y[rows[:COMPARED]])
     check_company(model, loss, x[rows], y[rows])
     rows = rows[:COMPARED].tolist()
@@ -142,32 +166,44 @@ def prove(model, loss, x, y, candidate):
 
 
 def prove_in(precision, model, loss, x, y, candidate):
-    """As `prove`, with the network in a lower precision on both sides, for the two examples with the largest gradients.
+    """As `prove`, with the network in a lower precision on both sides, for the two examples with
+    the largest gradients.
 
-    That it treats examples one by one and consists of its layers is proved without rounding, by `prove`.
+    That it treats examples one by one and consists of its layers is proved without rounding, by
+    `prove`.
     """
     with evaluating(model):
         rows = largest_gradients(model, loss, x, y, 2).tolist()
-        way = _Way(model, loss, x, y, lambda x, y, limits: candidate(x, y, limits, precision), precision)
+        way = _Way(
+            model, loss, x, y, lambda x, y, limits: candidate(x, y, limits, precision), precision
+        )
         twice(way.parameters, way.compare, rows, nearby=rows)
 
 
 def prove_alone(model, loss, x, y, candidate):
-    """As `prove`, for a way that puts each example through the model alone, whatever the model does with a batch.
+    """As `prove`, for a way that puts each example through the model alone, whatever the model does
+    with a batch.
 
-    It is wrong where the framework is: PyTorch 2.13's batched gradient of an instance norm, behind which channels are
-    moved to the last axis, is.  Of a model that draws at random in evaluation mode nothing can be said.
+    It is wrong where the framework is: PyTorch 2.13's batched gradient of an instance norm, behind
+    which channels are moved to the last axis, is. Of a model that draws at random in evaluation
+    mode nothing can be said.
     """
     with evaluating(model):
-        rows, way = largest_gradients(model, loss, x, y).tolist(), _Way(model, loss, x, y, candidate)
+        rows, way = (
+            largest_gradients(model, loss, x, y).tolist(),
+            _Way(model, loss, x, y, candidate),
+        )
         if rows and all(map(torch.equal, way.alone(rows[0]), way.alone(rows[0]))):
             twice(way.parameters, way.compare, rows, nearby=rows)
 
 
 def largest_gradients(model, loss, x, y, count=COMPARED):
-    """Rows of the `count` examples with the largest finite gradients, by plain autograd, of a probe spread over (x, y),
-    the largest first."""
-    return torch.tensor(largest(probed(_Way(model, loss, x, y).alone, len(x)), count), dtype=torch.int64).to(x.device)
+    """Rows of the `count` examples with the largest finite gradients, by plain autograd, of a probe
+    spread over (x, y), the largest first.
+    """
+    return torch.tensor(
+        largest(probed(_Way(model, loss, x, y).alone, len(x)), count), dtype=torch.int64
+    ).to(x.device)
 
 
 class _Way:
@@ -195,9 +231,13 @@ class _Way:
 
     def _gradients(self, value, **options):
         try:
-            found = torch.autograd.grad(value, self.parameters, allow_unused=True, materialize_grads=True, **options)
+            found = torch.autograd.grad(
+                value, self.parameters, allow_unused=True, materialize_grads=True, **options
+            )
         except RuntimeError as error:
-            raise UnsupportedModel(f"plain autograd cannot differentiate the model: {error}") from error
+            raise UnsupportedModel(
+                f"plain autograd cannot differentiate the model: {error}"
+            ) from error
         return [g.to_dense() for g in found]  # those of an embedding may be sparse
 
     def _each(self, rows):
@@ -209,7 +249,11 @@ class _Way:
         return (self._gradients(value, retain_graph=True) for value in values)
 
     def _chance(self):
-        return beginning_alike(self.model, self.x.device) if self._together else contextlib.nullcontext()
+        return (
+            beginning_alike(self.model, self.x.device)
+            if self._together
+            else contextlib.nullcontext()
+        )
 
     def compare(self, rows):
         """Refuse norms and a clipped sum of these examples that are not those of plain autograd."""
@@ -221,26 +265,35 @@ class _Way:
             lengths.append(norms_of(gradients))
         lengths = torch.stack(lengths)  # (k, parameters)
         norms = lengths.norm(dim=1)
-        if not norms.isfinite().all():  # of weights nearby only; for the model's own they are finite
+        # of weights nearby only; for the model's own they are finite
+        if not norms.isfinite().all():
             return
         tolerance = tolerances(sums[0] if self._precision is None else sums[0].bfloat16())
-        # Frozen layers of a shorter type round, and so do the first layers of deep networks: by 0.2% in ResNet-20's.
+        # Frozen layers of a shorter type round, and so do the first layers of deep networks: by
+        # 0.2% in ResNet-20's.
         if any(tolerances(p) > (1e-6, 1e-9) for p in self.model.parameters()):
             tolerance = max(tolerance, (1e-2, 1e-4))
         with self._chance():
-            theirs, totals = self._claimed(self.x[rows], self.y[rows], (shares * norms).to(self.x.device))
+            theirs, totals = self._claimed(
+                self.x[rows], self.y[rows], (shares * norms).to(self.x.device)
+            )
         parts = shares @ lengths
         errors = norms_of(totals[name].to_dense() - total for name, total in zip(self.names, sums))
         off = misfit(errors, parts, parts, tolerance)
         errors = (theirs.double().cpu() - norms).abs()
-        if any(misfit(error[None], norm[None], norms.max()[None], tolerance) for error, norm in zip(errors, norms)):
+        if any(
+            misfit(error[None], norm[None], norms.max()[None], tolerance)
+            for error, norm in zip(errors, norms)
+        ):
             worst = 100 * float((errors / norms.max().clamp(min=1e-300)).max())
             where = f", that of {self.names[off.parameter]!r} among them" if off else ""
             raise UnsupportedModel(
-                f"the norms of gradients are wrong by up to {worst:.3g}% against plain autograd{where}"
+                f"the norms of gradients are wrong by up to {worst:.3g}% against plain "
+                f"autograd{where}"
             )
         if off:
             name = self.names[off.parameter]
             raise UnsupportedModel(
-                f"the gradient of {name!r} is not that of plain autograd, for a cause that is unknown"
+                f"the gradient of {name!r} is not that of plain autograd, for a cause that is "
+                "unknown"
             )

@@ -9,8 +9,13 @@ five times for the MNIST CNN).  Other layers go through `torch.func.vmap`.
 
 >>> one, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
 >>> network = StackedNetwork(one)
->>> network.load({"weight": torch.stack([one.weight, other.weight]), "bias": torch.stack([one.bias, other.bias])})
->>> x = torch.randn(8, 3)                       # four examples of each run
+>>> network.load(
+...     {
+...         "weight": torch.stack([one.weight, other.weight]),
+...         "bias": torch.stack([one.bias, other.bias]),
+...     }
+... )
+>>> x = torch.randn(8, 3)  # four examples of each run
 >>> torch.allclose(network.module(x), torch.cat([one(x[:4]), other(x[4:])]), atol=1e-6)
 True
 """
@@ -25,13 +30,17 @@ from dpcompanion.gradients.tensors import UnsupportedModel, call_with, own_param
 
 
 class StackedLayer(nn.Module):
-    """One layer of all runs: parameters under the names of `layer`, (runs, *shape) each. What is frozen is shared."""
+    """One layer of all runs: parameters under the names of `layer`, (runs, *shape) each. What is
+    frozen is shared.
+    """
 
     def __init__(self, layer):
         super().__init__()
         # Not a child: only its sizes, options and frozen parameters count.
         self.__dict__["layer"] = layer
-        self._parameters |= {name: nn.Parameter(p.detach().unsqueeze(0)) for name, p in own_parameters(layer).items()}
+        self._parameters |= {
+            name: nn.Parameter(p.detach().unsqueeze(0)) for name, p in own_parameters(layer).items()
+        }
 
     def __getattr__(self, name):
         """Sizes and options, which models may read, are those of the layer."""
@@ -44,13 +53,19 @@ class StackedLayer(nn.Module):
         layer, own = self.layer, own_parameters(self)
         runs = len(next(iter(own.values())))
         if type(layer) is nn.Conv2d:
-            weight, bias = (own.get(name, [getattr(layer, name)] * runs) for name in ("weight", "bias"))
-            parts = [layer._conv_forward(part, w, b) for part, w, b in zip(x.chunk(runs), weight, bias)]
+            weight, bias = (
+                own.get(name, [getattr(layer, name)] * runs) for name in ("weight", "bias")
+            )
+            parts = [
+                layer._conv_forward(part, w, b) for part, w, b in zip(x.chunk(runs), weight, bias)
+            ]
             return parts[0] if runs == 1 else torch.cat(parts)
         if isinstance(layer, Reparametrized):
             bias = own.get("bias", [layer.bias] * runs)
             parts = [
-                layer.use(part, layer.effective_weight(**layer.weight_parameters(own, run)), bias[run])
+                layer.use(
+                    part, layer.effective_weight(**layer.weight_parameters(own, run)), bias[run]
+                )
                 for run, part in enumerate(x.chunk(runs))
             ]
             return parts[0] if runs == 1 else torch.cat(parts)
@@ -81,11 +96,14 @@ class StackedNetwork:
             if own_parameters(layer):
                 if any(True for _ in layer.children()):
                     raise UnsupportedModel(
-                        f"layer {name or 'model'!r} has its own weights and further layers; use method='func'"
+                        f"layer {name or 'model'!r} has its own weights and further layers; use "
+                        "method='func'"
                     )
                 stacked[layer] = StackedLayer(layer)
         for parent in network.modules():
-            parent._modules |= {name: stacked[child] for name, child in parent._modules.items() if child in stacked}
+            parent._modules |= {
+                name: stacked[child] for name, child in parent._modules.items() if child in stacked
+            }
         self.module = stacked[network] if network in stacked else network
         self._slots = {
             (f"{prefix}.{name}" if prefix else name): (layer, name)

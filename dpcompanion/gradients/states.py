@@ -1,7 +1,9 @@
-"""What decides which code a model runs: modes, flags, hooks, frozen parameters; and a proof that holds for one of them.
+"""What decides which code a model runs: modes, flags, hooks, frozen parameters; and a proof that
+holds for one of them.
 
-A proof looks at a model in one state. A layer that is in evaluation mode while the proof looks, and in training mode
-later, may mix examples then. So a proof is relied on only after comparing states, and is repeated where they differ.
+A proof looks at a model in one state. A layer that is in evaluation mode while the proof looks, and
+in training mode later, may mix examples then. So a proof is relied on only after comparing states,
+and is repeated where they differ.
 
 >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout())
 >>> before = state_of(model)
@@ -20,7 +22,13 @@ from torch.nn.modules import module as global_module
 # Of `torch.nn.Module`: what is looked at by itself, and what holds no choice of code.
 _OWN = frozenset(torch.nn.Module().__dict__) | {"training"}
 _HOOKS = tuple(sorted(name for name in _OWN if name.endswith("_hooks")))
-_GLOBAL = tuple(sorted(name for name in dir(global_module) if name.startswith("_global_") and name.endswith("_hooks")))
+_GLOBAL = tuple(
+    sorted(
+        name
+        for name in dir(global_module)
+        if name.startswith("_global_") and name.endswith("_hooks")
+    )
+)
 # What Opacus notes at a layer between a forward and a backward pass.
 _IN_PASSING = {"activations", "max_batch_len"}
 # How many entries of a container and how many attributes within attributes are looked at.
@@ -31,11 +39,12 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 def state_of(model: torch.nn.Module, *, parameters: bool = True, numbers: bool = True) -> Any:
     """What decides which code `model` runs, to be compared with ==.
 
-    For each module: its class and forward method, its mode, hooks, names and kinds of parameters (which are frozen,
-    which are shared) and buffers, and attributes that are numbers, texts or functions, also those in containers and in
-    objects such as a configuration. Values of parameters, buffers and other tensors are no part of it, nor is what a
-    model keeps outside of itself; without `parameters` nothing of these counts. Without `numbers`, which may count
-    passes, neither does an attribute that is a number or a tensor.
+    For each module: its class and forward method, its mode, hooks, names and kinds of parameters
+    (which are frozen, which are shared) and buffers, and attributes that are numbers, texts or
+    functions, also those in containers and in objects such as a configuration. Values of
+    parameters, buffers and other tensors are no part of it, nor is what a model keeps outside of
+    itself; without `parameters` nothing of these counts. Without `numbers`, which may count passes,
+    neither does an attribute that is a number or a tensor.
     """
     hooks = tuple(tuple(getattr(global_module, name)) for name in _GLOBAL)
     return hooks, _Look(numbers).modules(model, {} if parameters else None)
@@ -49,8 +58,8 @@ def seen_in(function: Any) -> Any:
 class State:
     """The state of a model, in which it was proved, and whether it must be proved again by now.
 
-    It must where `state_of` without numbers has changed, and at the changes 1, 2, 4, 8, ... of numbers, which may count
-    passes.
+    It must where `state_of` without numbers has changed, and at the changes 1, 2, 4, 8, ... of
+    numbers, which may count passes.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout())
     >>> state = State(model)
@@ -59,7 +68,11 @@ class State:
     """
 
     def __init__(self, model: torch.nn.Module, changes: int = 0) -> None:
-        self._whole, self._code, self.changes = state_of(model), state_of(model, numbers=False), changes
+        self._whole, self._code, self.changes = (
+            state_of(model),
+            state_of(model, numbers=False),
+            changes,
+        )
 
     def has_changed(self, model: torch.nn.Module) -> bool:
         whole = state_of(model)
@@ -79,8 +92,9 @@ class _Look:
         self._numbers, self._seen = numbers, {}
 
     def modules(self, model, shared):
-        """Of each module of `model` that was not seen, what `state_of` says; parameters are numbered in `shared`,
-        unless that is None."""
+        """Of each module of `model` that was not seen, what `state_of` says; parameters are
+        numbered in `shared`, unless that is None.
+        """
         parts = []
         for name, module in model.named_modules(remove_duplicate=False):
             if id(module) in self._seen:
@@ -88,7 +102,12 @@ class _Look:
                 continue
             self._seen[id(module)] = len(self._seen)
             parameters = (
-                (own, None if p is None else (_number(p, shared), p.requires_grad, _hooks_of(p), *_kind(p)))
+                (
+                    own,
+                    None
+                    if p is None
+                    else (_number(p, shared), p.requires_grad, _hooks_of(p), *_kind(p)),
+                )
                 for own, p in ({} if shared is None else module._parameters).items()
             )
             attributes = (
@@ -104,14 +123,20 @@ class _Look:
                     module.training,
                     tuple(tuple(getattr(module, hooks, None) or ()) for hooks in _HOOKS),
                     tuple(parameters),
-                    tuple((own, None if b is None else _kind(b)) for own, b in module._buffers.items()),
+                    tuple(
+                        (own, None if b is None else _kind(b)) for own, b in module._buffers.items()
+                    ),
                     tuple((own, self.value(value, _DEPTH)) for own, value in attributes),
                 )
             )
         return tuple(parts)
 
     def _counts(self, value):
-        return self._numbers or isinstance(value, bool) or not isinstance(value, (int, float, complex, torch.Tensor))
+        return (
+            self._numbers
+            or isinstance(value, bool)
+            or not isinstance(value, (int, float, complex, torch.Tensor))
+        )
 
     def _function(self, function, depth):
         """A function is its code and what it closes over."""
@@ -146,11 +171,15 @@ class _Look:
             return self.modules(value, {})
         self._seen[id(value)] = len(self._seen)
         if isinstance(value, functools.partial):
-            return tuple(self.value(part, depth - 1) for part in (value.func, value.args, value.keywords))
+            return tuple(
+                self.value(part, depth - 1) for part in (value.func, value.args, value.keywords)
+            )
         if isinstance(value, Mapping):
             if len(value) > _ENTRIES * 4:
                 return type(value), len(value) if self._numbers else None
-            return type(value), tuple((repr(key), each) for key, each in self._entries(value.items(), depth))
+            return type(value), tuple(
+                (repr(key), each) for key, each in self._entries(value.items(), depth)
+            )
         if isinstance(value, (list, tuple, set, frozenset)):
             if len(value) > _ENTRIES or any(isinstance(entry, torch.Tensor) for entry in value):
                 return type(value), None
@@ -171,7 +200,10 @@ def _number(item, numbers):
 
 def _hooks_of(p):
     """Of a parameter's own hooks, which change the gradient that it gets, what tells them apart."""
-    return tuple(tuple(getattr(p, name, None) or ()) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+    return tuple(
+        tuple(getattr(p, name, None) or ())
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+    )
 
 
 def _kind(tensor):

@@ -26,7 +26,14 @@ from dpcompanion.gradients import checks, independence
 from dpcompanion.gradients.layers import Explicit, float64_sum, layer_gradient
 from dpcompanion.gradients.recording import Recorder
 from dpcompanion.gradients.stacking import StackedLayer
-from dpcompanion.gradients.tensors import call_with, in_best_format, losses_in, outputs_in, own_parameters, rounded_up
+from dpcompanion.gradients.tensors import (
+    call_with,
+    in_best_format,
+    losses_in,
+    outputs_in,
+    own_parameters,
+    rounded_up,
+)
 
 # Numbers of per-example gradients that are held at once, 256 MiB in float32.
 BUDGET = 2**26
@@ -34,8 +41,10 @@ BUDGET = 2**26
 
 @dataclasses.dataclass(frozen=True)
 class ClippedSum:
-    """Sum of clipped gradients {name: tensor}, norms before clipping (n,), inf where not finite, losses (n,); where
-    they lie on a device, whether the loss was seen to mix examples, a tensor, else None."""
+    """Sum of clipped gradients {name: tensor}, norms before clipping (n,), inf where not finite,
+    losses (n,); where they lie on a device, whether the loss was seen to mix examples, a tensor,
+    else None.
+    """
 
     gradients: dict
     norms: torch.Tensor
@@ -47,7 +56,11 @@ class ClippedSum:
             {name: g + other.gradients[name] for name, g in self.gradients.items()},
             torch.cat([self.norms, other.norms]),
             torch.cat([self.losses, other.losses]),
-            self.mixed if other.mixed is None else other.mixed if self.mixed is None else self.mixed | other.mixed,
+            self.mixed
+            if other.mixed is None
+            else other.mixed
+            if self.mixed is None
+            else self.mixed | other.mixed,
         )
 
 
@@ -63,12 +76,16 @@ def clip_factors(norms, max_grad_norm):
         limits = to_device(max_grad_norm.to(norms.dtype), norms.device)
     else:  # filled in where it is needed, without a copy
         limits = torch.full((), max_grad_norm, dtype=norms.dtype, device=norms.device)
-    return torch.where(norms.isfinite() & (limits > 0), (limits / (norms * margin(norms.dtype))).clamp(max=1), 0)
+    return torch.where(
+        norms.isfinite() & (limits > 0), (limits / (norms * margin(norms.dtype))).clamp(max=1), 0
+    )
 
 
 def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=None):
-    """Norms and clipped sum through the layers. With `runs`, the layers of `model` are stacked ones, the examples are
-    those of the first run, then those of the second, as many for each, and there is a sum for each run."""
+    """Norms and clipped sum through the layers. With `runs`, the layers of `model` are stacked
+    ones, the examples are those of the first run, then those of the second, as many for each, and
+    there is a sum for each run.
+    """
     checks.check_arithmetic(x.device)
     recorder, budget, kept = Recorder(model), BUDGET, max_grad_norm is not None
     group = grouping(model, x)
@@ -95,9 +112,13 @@ def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=Non
     with torch.no_grad():
         recorder.backward(losses, take, group)
         squared = sum(squares.values(), torch.zeros(len(x), dtype=torch.float64, device=x.device))
-        layers = {recorder.owners[module]: layer for module, layer in layers.items() if layer is not None}
+        layers = {
+            recorder.owners[module]: layer for module, layer in layers.items() if layer is not None
+        }
         dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
-        total = _clip(layers, squared, losses.detach(), max_grad_norm, dtype, runs, method == "materialized")
+        total = _clip(
+            layers, squared, losses.detach(), max_grad_norm, dtype, runs, method == "materialized"
+        )
     total = dataclasses.replace(total, mixed=mixed)
     if max_grad_norm is None:
         return total
@@ -115,13 +136,16 @@ def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=Non
 
 
 def grouping(model, x):
-    """How the rows that a network takes belong to its examples (`dpcompanion.training.people`), or None: one each."""
+    """How the rows that a network takes belong to its examples (`dpcompanion.training.people`), or
+    None: one each.
+    """
     return model.grouping(x) if hasattr(model, "grouping") else None
 
 
 def bytes_left(model, loss, x, y, method, precision=None):
-    """How many bytes `layerwise` finds or makes on its way back through the model for the examples (x, y): inputs and
-    output gradients of layers, and the gradients that it holds."""
+    """How many bytes `layerwise` finds or makes on its way back through the model for the examples
+    (x, y): inputs and output gradients of layers, and the gradients that it holds.
+    """
     recorder, left = Recorder(model), 0
     group = grouping(model, x)
 
@@ -139,15 +163,16 @@ def bytes_left(model, loss, x, y, method, precision=None):
 
 
 def _clip(layers, squares, losses, max_grad_norm, dtype, runs, float64=False):
-    """The sums of {where the layer is: its gradient}, whose squared norms add up to `squares`; of float64 if `float64`.
-    Gradients are of `dtype`."""
+    """The sums of {where the layer is: its gradient}, whose squared norms add up to `squares`; of
+    float64 if `float64`. Gradients are of `dtype`.
+    """
     norms = squares.sqrt() if float64 else rounded_up(squares.sqrt(), losses.dtype)
     finite = norms.isfinite()
     norms = torch.where(finite, norms, math.inf)
     if max_grad_norm is None:
         return ClippedSum({}, norms, losses)
-    # Factors are made in the precision in which they multiply, which that of the losses need not be: one rounded to a
-    # coarser one afterwards would lift a gradient above its clip norm.
+    # Factors are made in the precision in which they multiply, which that of the losses need not
+    # be: one rounded to a coarser one afterwards would lift a gradient above its clip norm.
     exact = norms if float64 or norms.dtype == dtype else rounded_up(squares.sqrt(), dtype)
     factors = clip_factors(exact, max_grad_norm).reshape(runs or 1, -1)
     masked = losses.device.type != "cpu" or not finite.all()
@@ -156,7 +181,10 @@ def _clip(layers, squares, losses, max_grad_norm, dtype, runs, float64=False):
         if masked:
             layer.keep_only(finite)
         if float64:
-            sums |= {f"{prefix}.{name}" if prefix else name: g for name, g in float64_sum(layer, factors[0]).items()}
+            sums |= {
+                f"{prefix}.{name}" if prefix else name: g
+                for name, g in float64_sum(layer, factors[0]).items()
+            }
             continue
         for name, g in layer.weighted_sum(factors).items():
             sums[f"{prefix}.{name}" if prefix else name] = g if runs else g[0]
@@ -164,14 +192,18 @@ def _clip(layers, squares, losses, max_grad_norm, dtype, runs, float64=False):
 
 
 def gradients_and_losses(model, loss):
-    """A function (parameters, x, y) -> ({name: (n, *shape)}, losses (n,)): explicit gradients, one by one."""
+    """A function (parameters, x, y) -> ({name: (n, *shape)}, losses (n,)): explicit gradients, one
+    by one.
+    """
 
     def one(parameters, x, y):
         with _dense(model):
             outputs = call_with(model, parameters, x.unsqueeze(0))
         return loss(outputs, y.unsqueeze(0)).sum()
 
-    return torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="different")
+    return torch.func.vmap(
+        torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="different"
+    )
 
 
 @contextlib.contextmanager
@@ -194,7 +226,9 @@ def per_example_gradients(model, loss, x, y):
 
 
 def functional(model, loss, x, y, max_grad_norm, stacked=None, float64=False):
-    """As `layerwise`, for any model; `stacked` are the parameters of several runs, {name: (runs, *shape)}."""
+    """As `layerwise`, for any model; `stacked` are the parameters of several runs, {name: (runs,
+    *shape)}.
+    """
     checks.check_arithmetic(x.device)
     if stacked is None:
         runs, (gradients, losses) = None, per_example_gradients(model, loss, x, y)
@@ -203,7 +237,10 @@ def functional(model, loss, x, y, max_grad_norm, stacked=None, float64=False):
         gradients, losses = torch.func.vmap(gradients_and_losses(model, loss))(
             stacked, x.unflatten(0, (runs, -1)), y.unflatten(0, (runs, -1))
         )
-        gradients, losses = {name: g.flatten(0, 1) for name, g in gradients.items()}, losses.flatten()
+        gradients, losses = (
+            {name: g.flatten(0, 1) for name, g in gradients.items()},
+            losses.flatten(),
+        )
     layer = Explicit(gradients)
     dtype = next(g.dtype for g in gradients.values())
     return _clip({"": layer}, layer.squared_norms(), losses, max_grad_norm, dtype, runs, float64)

@@ -28,13 +28,18 @@ def own_parameters(module):
 
 
 def call_with(model, tensors, *inputs):
-    """model(*inputs) with `tensors`, {name: tensor}, in the place of parameters and buffers of these names.
+    """model(*inputs) with `tensors`, {name: tensor}, in the place of parameters and buffers of
+    these names.
 
-    As `torch.func.functional_call`, which spoils a model that holds one module twice: it swaps the module's tensors
-    twice and then puts back what it had put in. Here each module is swapped once. A parameter that modules share is
-    replaced in all of them.
+    As `torch.func.functional_call`, which spoils a model that holds one module twice: it swaps the
+    module's tensors twice and then puts back what it had put in. Here each module is swapped once.
+    A parameter that modules share is replaced in all of them.
     """
-    given = {id(t): tensors[name] for name, t in [*model.named_parameters(), *model.named_buffers()] if name in tensors}
+    given = {
+        id(t): tensors[name]
+        for name, t in [*model.named_parameters(), *model.named_buffers()]
+        if name in tensors
+    }
     places = {
         f"{prefix}.{name}" if prefix else name: given[id(t)]
         for prefix, module in model.named_modules()
@@ -45,7 +50,9 @@ def call_with(model, tensors, *inputs):
 
 
 def losses_in(precision, model, loss, x, y):
-    """The losses, with the network in `precision` ("bf16", or None for its own) and the loss in its own."""
+    """The losses, with the network in `precision` ("bf16", or None for its own) and the loss in its
+    own.
+    """
     return loss(outputs_in(precision, model, x), y)
 
 
@@ -59,11 +66,17 @@ def outputs_in(precision, model, x):
 
 
 def in_best_format(model, x, precision=None):
-    """Images of several channels in float32 with these side by side in memory (`torch.channels_last`), which all layers
-    follow, where the model has convolutions: these are faster so. Not where a processor goes through group norms in
-    bfloat16, whose way back takes longer so (measured). Only the last bits of results depend on it."""
+    """Images of several channels in float32 with these side by side in memory
+    (`torch.channels_last`), which all layers follow, where the model has convolutions: these are
+    faster so. Not where a processor goes through group norms in bfloat16, whose way back takes
+    longer so (measured). Only the last bits of results depend on it.
+    """
     kinds = {type(module) for module in model.modules()}
-    slower = precision is not None and x.device.type == "cpu" and any(issubclass(k, nn.GroupNorm) for k in kinds)
+    slower = (
+        precision is not None
+        and x.device.type == "cpu"
+        and any(issubclass(k, nn.GroupNorm) for k in kinds)
+    )
     convolutions = any(issubclass(kind, nn.Conv2d) for kind in kinds)
     if x.ndim == 4 and x.shape[1] > 1 and x.dtype == torch.float32 and convolutions and not slower:
         return x.contiguous(memory_format=torch.channels_last)
@@ -78,9 +91,9 @@ def added_up(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 def squared_norms(tensor):
     """Sums of squares over all axes but the first, (n,) float64; above 0 for whatever is not 0.
 
-    The squares of a million float32 numbers, added up one after another, may lack a thousandth of their sum, and
-    a norm must not come out too small. So only a few are added in float32, and their sums in float64. Squares that
-    float32 cannot hold are added up in float64 altogether.
+    The squares of a million float32 numbers, added up one after another, may lack a thousandth of
+    their sum, and a norm must not come out too small. So only a few are added in float32, and their
+    sums in float64. Squares that float32 cannot hold are added up in float64 altogether.
 
     >>> round(float(squared_norms(torch.full((1, 1_000_000), 0.1)).sqrt()), 3)
     100.0
@@ -98,8 +111,14 @@ def squared_norms(tensor):
         squares = torch.linalg.vector_norm(flat, dim=1).square()
     else:
         blocks = flat.shape[1] // _SUMMED
-        whole, rest = flat[:, : blocks * _SUMMED].unflatten(1, (blocks, _SUMMED)), flat[:, blocks * _SUMMED :]
-        norms = torch.linalg.vector_norm(whole, dim=2), torch.linalg.vector_norm(rest, dim=1, keepdim=True)
+        whole, rest = (
+            flat[:, : blocks * _SUMMED].unflatten(1, (blocks, _SUMMED)),
+            flat[:, blocks * _SUMMED :],
+        )
+        norms = (
+            torch.linalg.vector_norm(whole, dim=2),
+            torch.linalg.vector_norm(rest, dim=1, keepdim=True),
+        )
         squares = torch.cat(norms, 1).double().square().sum(1)
     # What the squares of n numbers may have lost by underflow, against the last bit of their sum.
     few = squares <= flat.shape[1] * torch.finfo(flat.dtype).tiny / torch.finfo(flat.dtype).eps
@@ -107,10 +126,14 @@ def squared_norms(tensor):
 
 
 def _squares_of_small(flat):
-    """As `squared_norms`, in float64 with each row divided by its largest entry; what underflows is rounded up."""
+    """As `squared_norms`, in float64 with each row divided by its largest entry; what underflows is
+    rounded up.
+    """
     flat = flat.double()
     largest = flat.abs().amax(1, keepdim=True) if flat.shape[1] else flat.new_zeros(len(flat), 1)
-    norms = largest[:, 0] * torch.linalg.vector_norm(torch.where(largest > 0, flat / largest, 0), dim=1)
+    norms = largest[:, 0] * torch.linalg.vector_norm(
+        torch.where(largest > 0, flat / largest, 0), dim=1
+    )
     return torch.where(norms > 0, norms.square().clamp(min=torch.finfo(torch.float64).tiny), 0)
 
 
@@ -126,7 +149,9 @@ def rounded_up(values, dtype):
 
 
 def tolerances(values):
-    """(relative to what is compared, relative to the largest), by precision; a GPU may round to TF32."""
+    """(relative to what is compared, relative to the largest), by precision; a GPU may round to
+    TF32.
+    """
     if values.dtype == torch.float64 or not values.is_floating_point():
         return 1e-6, 1e-9
     if values.dtype != torch.float32 or autocasts(values.device):

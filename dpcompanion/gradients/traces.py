@@ -1,4 +1,5 @@
-"""What a pass leaves behind in a model: nothing, where the model is only tried; or what `check_untouched` refuses.
+"""What a pass leaves behind in a model: nothing, where the model is only tried; or what
+`check_untouched` refuses.
 
 >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
 >>> before = noted(model, values=False)
@@ -35,7 +36,9 @@ def evaluating(model):
 
 @contextlib.contextmanager
 def drawing_alike(device, seed=0):
-    """What is drawn within, by PyTorch, NumPy or Python, depends on `seed` alone; the generators end as they were."""
+    """What is drawn within, by PyTorch, NumPy or Python, depends on `seed` alone; the generators
+    end as they were.
+    """
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         seed_torch(derive_key(seed, "proof"), device)
@@ -73,7 +76,9 @@ def beginning_alike(model, device):
 
 @contextlib.contextmanager
 def naming(model):
-    """A list of the names of the layers whose forward methods are under way: after an exception, where it came from."""
+    """A list of the names of the layers whose forward methods are under way: after an exception,
+    where it came from.
+    """
     inside, hooks = [], []
 
     def enters(name):
@@ -94,7 +99,9 @@ def naming(model):
 
 @contextlib.contextmanager
 def weights_nearby(parameters):
-    """Weights moved at random by 0.3 of their size, or of what they would begin with; then as before."""
+    """Weights moved at random by 0.3 of their size, or of what they would begin with; then as
+    before.
+    """
     generator = torch.Generator().manual_seed(0)
     own = {p: p.data for p in parameters}
     try:
@@ -109,7 +116,9 @@ def weights_nearby(parameters):
 
 
 def untrained(model):
-    """Buffers and frozen parameters, {what to call it: tensor}: no step may change them, as no noise would cover it."""
+    """Buffers and frozen parameters, {what to call it: tensor}: no step may change them, as no
+    noise would cover it.
+    """
     # Opacus's expanded weights stand for what is trained, and answer no question.
     own = ((name, p) for name, p in model.named_parameters() if isinstance(p, torch.nn.Parameter))
     frozen = {f"frozen parameter {name!r}": p for name, p in own if not p.requires_grad}
@@ -117,14 +126,17 @@ def untrained(model):
 
 
 def _tensors_of(model):
-    """Buffers and parameters, {what to call it: tensor}: no pass may change them, only a step what is trained."""
+    """Buffers and parameters, {what to call it: tensor}: no pass may change them, only a step what
+    is trained.
+    """
     own = ((name, p) for name, p in model.named_parameters() if isinstance(p, torch.nn.Parameter))
     return untrained(model) | {f"parameter {name!r}": p for name, p in own if p.requires_grad}
 
 
 def noted(model, *, values):
-    """Buffers and parameters of a model now, for `check_untouched`: tensors, their versions, their places in memory
-    and copies: of buffers, which some layers write without a new version, and, if asked for, of parameters.
+    """Buffers and parameters of a model now, for `check_untouched`: tensors, their versions, their
+    places in memory and copies: of buffers, which some layers write without a new version, and, if
+    asked for, of parameters.
 
     Versions and places cost nothing, and miss what is written into `.data`.
     """
@@ -133,14 +145,17 @@ def noted(model, *, values):
             t,
             t._version,
             _place(t),
-            t.detach().clone() if (values or not isinstance(t, torch.nn.Parameter)) and not t.is_meta else None,
+            t.detach().clone()
+            if (values or not isinstance(t, torch.nn.Parameter)) and not t.is_meta
+            else None,
         )
         for what, t in _tensors_of(model).items()
     }
 
 
 def _place(t):
-    return t.data_ptr() if t.layout is torch.strided else None  # what is sparse has no place of its own
+    # what is sparse has no place of its own
+    return t.data_ptr() if t.layout is torch.strided else None
 
 
 def _same(a, b):
@@ -159,10 +174,11 @@ def equal(a, b):
 
 
 def check_untouched(model, before, *, name="model", buffers=True, wait=True):
-    """No pass has changed a parameter since `noted`, as a layer does that initialises itself from the first examples
-    that it sees, nor (unless `buffers` are let be) a buffer.
+    """No pass has changed a parameter since `noted`, as a layer does that initialises itself from
+    the first examples that it sees, nor (unless `buffers` are let be) a buffer.
 
-    Without `wait` values that lie on a device are not asked for: {what: whether it changed, a tensor} comes back.
+    Without `wait` values that lie on a device are not asked for: {what: whether it changed, a
+    tensor} comes back.
     """
     later = {}
     for what, t in _tensors_of(model).items():
@@ -179,12 +195,15 @@ def check_untouched(model, before, *, name="model", buffers=True, wait=True):
 
 def refuse_statistics(what, name="model"):
     raise ValueError(
-        f"{name} must keep no statistics of its examples, but training changes {what}, which no noise covers"
+        f"{name} must keep no statistics of its examples, but training changes {what}, which no "
+        "noise covers"
     )
 
 
 def check_later(later):
-    """What `check_untouched` left to be looked at, several times: {what: whether it changed, a tensor}."""
+    """What `check_untouched` left to be looked at, several times: {what: whether it changed, a
+    tensor}.
+    """
     for what, changed in later.items():
         if changed:
             refuse_statistics(what)
@@ -192,8 +211,13 @@ def check_later(later):
 
 @contextlib.contextmanager
 def probing(model):
-    """Passes that only try a model: it ends as it was, and one that writes into a parameter is refused by its name."""
-    places, before = [(m._parameters, dict(m._parameters)) for m in model.modules()], noted(model, values=True)
+    """Passes that only try a model: it ends as it was, and one that writes into a parameter is
+    refused by its name.
+    """
+    places, before = (
+        [(m._parameters, dict(m._parameters)) for m in model.modules()],
+        noted(model, values=True),
+    )
     with buffers_kept(model):
         try:
             try:
@@ -205,18 +229,31 @@ def probing(model):
                 place.update(own)
             with torch.no_grad():
                 for t, _, _, value in before.values():
-                    if isinstance(t, torch.nn.Parameter) and value is not None and not _same(value, t):
+                    if (
+                        isinstance(t, torch.nn.Parameter)
+                        and value is not None
+                        and not _same(value, t)
+                    ):
                         t.copy_(value)
 
 
 def check_leaves_no_trace(model, x):
-    """Refuse a model that keeps statistics of its examples, or that draws at random: runs would share the draws."""
+    """Refuse a model that keeps statistics of its examples, or that draws at random: runs would
+    share the draws.
+    """
     model = copy.deepcopy(model)
     before = noted(model, values=True)
-    generators = [torch.random.get_rng_state] + [torch.cuda.get_rng_state] * (x.device.type == "cuda")
-    with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []), torch.no_grad():
+    generators = [torch.random.get_rng_state] + [torch.cuda.get_rng_state] * (
+        x.device.type == "cuda"
+    )
+    with (
+        torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []),
+        torch.no_grad(),
+    ):
         states = [state() for state in generators]
         model(x)
         if not all(torch.equal(old, state()) for old, state in zip(states, generators)):
-            raise ValueError("model must not draw at random, as dropout does; train such runs one by one")
+            raise ValueError(
+                "model must not draw at random, as dropout does; train such runs one by one"
+            )
     check_untouched(model, before)

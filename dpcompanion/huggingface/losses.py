@@ -1,13 +1,14 @@
 r"""The loss of each example, where a model of `transformers` gives one number for its batch.
 
-A model's own loss is a mean over the batch, and that of a language model one over the batch's tokens, so that an
-example's share depends on how long the others are: no clipping bounds that.  Here each example has the mean over its
-own tokens,
+A model's own loss is a mean over the batch, and that of a language model one over the batch's
+tokens, so that an example's share depends on how long the others are: no clipping bounds that. Here
+each example has the mean over its own tokens,
 
-.. math::
-    \ell_i = \frac{1}{|\{t : y_{it} \ne -100\}|} \sum_{t : y_{it} \ne -100} -\log p(y_{it} \mid \cdot),
+.. math:: \ell_i = \frac{1}{|\{t : y_{it} \ne -100\}|} \sum_{t : y_{it} \ne -100} -\log p(y_{it}
+    \mid \cdot),
 
-with labels shifted where the model shifts them.  For a batch of one example it is the model's own loss.
+with labels shifted where the model shifts them. For a batch of one example it is the model's own
+loss.
 
 =========================================  ============================================================================
 the model's class                          an example's loss
@@ -36,7 +37,8 @@ def per_example_loss(model: Any) -> Callable[[Any, Any], torch.Tensor]:
         model: a model with a head, such as `BertForSequenceClassification`.
 
     Returns:
-        A function (outputs, batch) -> (n,): of logits or an object that has them, and of labels or a mapping that has
+        A function (outputs, batch) -> (n,): of logits or an object that has them, and of labels or
+        a mapping that has
         them as "labels".
 
     Raises:
@@ -59,7 +61,8 @@ def per_example_loss(model: Any) -> Callable[[Any, Any], torch.Tensor]:
     if name.endswith(("ForSequenceClassification", "ForImageClassification")):
         return ClassLoss(getattr(config, "problem_type", None), getattr(config, "num_labels", None))
     raise ValueError(
-        "model must be one for sequence, image or token classification, or for masked, causal or conditional language "
+        "model must be one for sequence, image or token classification, or for masked, causal or "
+        "conditional language "
         f"modelling, got a {name}; give a loss of your own, (outputs, batch) -> (n,)"
     )
 
@@ -73,7 +76,8 @@ def _labels(batch):
 
 
 class TokenLoss:
-    """The mean cross entropy over each example's own tokens, 0 for an example without a labelled token.
+    """The mean cross entropy over each example's own tokens, 0 for an example without a labelled
+    token.
 
     Args:
         shift: whether the output at a token is about the next one.
@@ -86,11 +90,14 @@ class TokenLoss:
         logits, labels = _logits(outputs), _labels(batch)
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
-        if logits.shape[1] > labels.shape[1]:  # a prompt that is trained stands before the tokens, and is not predicted
+        # a prompt that is trained stands before the tokens, and is not predicted
+        if logits.shape[1] > labels.shape[1]:
             labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED)
         if self.shift:
             logits, labels = logits[:, :-1], labels[:, 1:]
-        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED
+        )
         counted = labels != IGNORED
         return losses.view(labels.shape).sum(1) / counted.sum(1).clamp(min=1)
 
@@ -105,11 +112,15 @@ class ClassLoss:
         logits, labels = _logits(outputs), _labels(batch)
         whole = not labels.is_floating_point()
         kind = self.problem_type or (
-            "regression" if self.num_labels == 1 else f"{'single' if whole else 'multi'}_label_classification"
+            "regression"
+            if self.num_labels == 1
+            else f"{'single' if whole else 'multi'}_label_classification"
         )
         if kind == "regression":
             return (logits - labels.to(logits.dtype).view(logits.shape)).square().flatten(1).mean(1)
         if kind == "multi_label_classification":
-            losses = F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none")
+            losses = F.binary_cross_entropy_with_logits(
+                logits, labels.to(logits.dtype), reduction="none"
+            )
             return losses.flatten(1).mean(1)
         return F.cross_entropy(logits, labels.view(-1), reduction="none")

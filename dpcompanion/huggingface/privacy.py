@@ -28,32 +28,37 @@ class PersonalPrivacy:
     """Whose budgets a `PersonalTrainer` keeps, and how.
 
     Args:
-        budgets: epsilons: one number for all; the name of a column of the training data, with one number a person;
-            an array with one number a person, in the order of `PersonalTrainer.persons`; or {budget: share}, dealt out
-            by a fixed permutation. They must not depend on the data.
+        budgets: epsilons: one number for all; the name of a column of the training data, with one
+            number a person; an array with one number a person, in the order of
+            `PersonalTrainer.persons`; or {budget: share}, dealt out by a fixed permutation. They
+            must not depend on the data.
         delta: at which they are meant, well below one over the number of persons.
-        people: the name of the column that says whose each row is, or an array of as many entries; None if every row
-            is a person.
-        at_most: with people, how many rows of a person enter a step at most (`dpcompanion.training.by_person`).
+        people: the name of the column that says whose each row is, or an array of as many entries;
+            None if every row is a person.
+        at_most: with people, how many rows of a person enter a step at most
+        (`dpcompanion.training.by_person`).
         combine: "mean" or "sum", what a person's loss is of those of their rows.
-        method: how several budgets are kept: "sample" (a larger budget is sampled more often) or "scale" (it has a
-            larger clip norm).
-        filter: None; "exact", an `ExactFilter` that keeps each budget however long the run is; or a function (plan,
-            budgets) -> filter. It charges persons for their own gradients, at one rate for all, with the noise that
-            `noise_multiplier` says.
+        method: how several budgets are kept: "sample" (a larger budget is sampled more often) or
+            "scale" (it has a larger clip norm).
+        filter: None; "exact", an `ExactFilter` that keeps each budget however long the run is; or a
+            function (plan, budgets) -> filter. It charges persons for their own gradients, at one
+            rate for all, with the noise that `noise_multiplier` says.
         noise_multiplier: with a filter, and then only.
-        track: None, or a `dpcompanion.training.Track`, such as ``Track(clipping="individual")``, for an account of
-            each person's own gradients; with a filter there is one in any case, by one pass an epoch.
+        track: None, or a `dpcompanion.training.Track`, such as ``Track(clipping="individual")``,
+            for an account of each person's own gradients; with a filter there is one in any case,
+            by one pass an epoch.
         accountant: "pld" or "rdp".
-        unit: what a person is called in statements, such as "patient"; "person" by default, "example" without people.
-        seed: None for a model that is released: draws and noise come from ciphers with secret keys. A whole
-            number for research: anyone who knows it can subtract the noise.
-        loss: (outputs, batch) -> (rows,), in place of `per_example_loss`: of what the model returns, and of the batch,
-            a mapping.
+        unit: what a person is called in statements, such as "patient"; "person" by default,
+        "example" without people.
+        seed: None for a model that is released: draws and noise come from ciphers with secret keys.
+            A whole number for research: anyone who knows it can subtract the noise.
+        loss: (outputs, batch) -> (rows,), in place of `per_example_loss`: of what the model
+            returns, and of the batch, a mapping.
         expected_batch_size: see `DPSGDPlan`; for the add-remove relation.
 
     Raises:
-        ValueError: naming the argument, if one is out of its range, or if they contradict each other.
+        ValueError: naming the argument, if one is out of its range, or if they contradict each
+        other.
     """
 
     budgets: Any
@@ -77,7 +82,10 @@ class PersonalPrivacy:
         _checks.one_of("combine", self.combine, ("mean", "sum"))
         _checks.one_of("method", self.method, METHODS)
         if self.filter is not None and self.filter != "exact" and not callable(self.filter):
-            raise ValueError(f"filter must be None, 'exact' or a function of plan and budgets, got {self.filter!r}")
+            raise ValueError(
+                "filter must be None, 'exact' or a function of plan and budgets, got "
+                f"{self.filter!r}"
+            )
         if (self.filter is None) != (self.noise_multiplier is None):
             raise ValueError(
                 "noise_multiplier must be given with a filter, and only then, got "
@@ -90,7 +98,9 @@ class PersonalPrivacy:
         if self.unit is None:
             object.__setattr__(self, "unit", "example" if self.people is None else "person")
 
-    def plan(self, budgets: Any, *, n: int, batch_size: float, steps: int, max_grad_norm: float) -> DPSGDPlan:
+    def plan(
+        self, budgets: Any, *, n: int, batch_size: float, steps: int, max_grad_norm: float
+    ) -> DPSGDPlan:
         """The plan of a run of n persons, `batch_size` of whom are expected in each of the steps.
 
         Args:

@@ -1,6 +1,10 @@
-"""A data set of `transformers` as rows: its columns, and the Trainer's collator as a `collate_fn` of `train`.
+"""A data set of `transformers` as rows: its columns, and the Trainer's collator as a `collate_fn`
+of `train`.
 
->>> texts = [{"input_ids": [1, 2], "labels": 0, "who": "a"}, {"input_ids": [3, 4], "labels": 1, "who": "a"}]
+>>> texts = [
+...     {"input_ids": [1, 2], "labels": 0, "who": "a"},
+...     {"input_ids": [3, 4], "labels": 1, "who": "a"},
+... ]
 >>> from transformers import default_data_collator
 >>> column_of(texts, "who")
 ['a', 'a']
@@ -26,22 +30,27 @@ def column_of(dataset: Any, name: str) -> list[Any]:
     for place in range(len(dataset)):
         item = dataset[place]
         if not isinstance(item, Mapping) or name not in item:
-            raise ValueError(f"train_dataset must have a column {name!r} in every row, but row {place} has none")
+            raise ValueError(
+                f"train_dataset must have a column {name!r} in every row, but row {place} has none"
+            )
         value = item[name]
         found.append(value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value)
     return found
 
 
 def collator_of(
-    collate: Callable[[list[Any]], Mapping[str, Any]], *, private: Sequence[str] = (), model: Any = None
+    collate: Callable[[list[Any]], Mapping[str, Any]],
+    *,
+    private: Sequence[str] = (),
+    model: Any = None,
 ) -> Callable[[list[Any]], dict[str, Any]]:
     """A collator of the Trainer's, list of items -> mapping, that is not given some columns.
 
     Args:
         collate: the collator.
         private: the columns.
-        model: an encoder with a decoder, whose inputs are made of the labels where there are none, as the model itself
-            would; None or any other model for none.
+        model: an encoder with a decoder, whose inputs are made of the labels where there are none,
+            as the model itself would; None or any other model for none.
 
     Raises:
         ValueError: when called, for items that are no mappings and batches without labels.
@@ -51,10 +60,16 @@ def collator_of(
 
     def collated(items):
         if not all(isinstance(item, Mapping) for item in items):
-            raise ValueError(f"train_dataset must have items that are mappings, got {type(items[0]).__name__}")
-        batch = dict(collate([{k: v for k, v in item.items() if k not in private} for item in items]))
+            raise ValueError(
+                f"train_dataset must have items that are mappings, got {type(items[0]).__name__}"
+            )
+        batch = dict(
+            collate([{k: v for k, v in item.items() if k not in private} for item in items])
+        )
         if "labels" not in batch:
-            raise ValueError(f"train_dataset must have 'labels', got {', '.join(map(str, sorted(batch)))}")
+            raise ValueError(
+                f"train_dataset must have 'labels', got {', '.join(map(str, sorted(batch)))}"
+            )
         if shift is not None and "decoder_input_ids" not in batch:
             batch["decoder_input_ids"] = shift(labels=batch["labels"]).cpu()
         return batch

@@ -1,4 +1,6 @@
-"""`PersonalTrainer`: the Trainer of `transformers` whose step is one of `dpcompanion.training.train`."""
+"""`PersonalTrainer`: the Trainer of `transformers` whose step is one of
+`dpcompanion.training.train`.
+"""
 
 import copy
 import json
@@ -21,7 +23,14 @@ from dpcompanion.huggingface.privacy import PersonalPrivacy
 from dpcompanion.huggingface.rows import collator_of, column_of
 from dpcompanion.training import DPSGDPlan, History, NormTracker, Performance, Track
 from dpcompanion.training.callbacks import promised, rounded_up
-from dpcompanion.training.checkpoints import key_file, plain, read_checkpoint, read_keys, write_checkpoint, write_keys
+from dpcompanion.training.checkpoints import (
+    key_file,
+    plain,
+    read_checkpoint,
+    read_keys,
+    write_checkpoint,
+    write_keys,
+)
 from dpcompanion.training.collating import Reader
 from dpcompanion.training.loop import TrainingLoop
 from dpcompanion.training.people import PersonItems
@@ -61,30 +70,38 @@ def _check(args, train_dataset, privacy, options):
             raise ValueError(f"args.{name} must be off, got {getattr(args, name)!r}: {why}")
     if args.world_size > 1 or args.n_gpu > 1:
         raise ValueError(
-            f"args must be for one process on one device, got {args.world_size} processes and {args.n_gpu} devices"
+            f"args must be for one process on one device, got {args.world_size} processes and "
+            f"{args.n_gpu} devices"
         )
     if args.push_to_hub and "checkpoint" in str(args.hub_strategy):
         raise ValueError(
-            f"args.hub_strategy must push no checkpoints, got {args.hub_strategy}: they hold the key of the noise"
+            f"args.hub_strategy must push no checkpoints, got {args.hub_strategy}: they hold the "
+            "key of the noise"
         )
     if options.get("compute_loss_func") is not None:
-        raise ValueError("compute_loss_func must be None: give PersonalPrivacy a loss of each example's own")
+        raise ValueError(
+            "compute_loss_func must be None: give PersonalPrivacy a loss of each example's own"
+        )
     if options.get("model_init") is not None:
-        raise ValueError("model_init must be None: each model that is trained on the data costs its own epsilon")
+        raise ValueError(
+            "model_init must be None: each model that is trained on the data costs its own epsilon"
+        )
     if isinstance(train_dataset, IterableDataset) or not hasattr(train_dataset, "__getitem__"):
         raise ValueError(
-            "train_dataset must be map-style, with a length: a Poisson draw names the persons that it wants, got "
+            "train_dataset must be map-style, with a length: a Poisson draw names the persons that "
+            "it wants, got "
             f"a {type(train_dataset).__name__}"
         )
 
 
 class PersonalTrainer(Trainer):
-    """A `transformers.Trainer` that keeps a privacy budget for each person; see `dpcompanion.huggingface`.
+    """A `transformers.Trainer` that keeps a privacy budget for each person; see
+    `dpcompanion.huggingface`.
 
     Args:
         model: a model of `transformers` or `peft` with a head, on one device.
-        args: `TrainingArguments`. `per_device_train_batch_size` x `gradient_accumulation_steps` is the expected number
-            of persons in a step, `max_grad_norm` the clip norm.
+        args: `TrainingArguments`. `per_device_train_batch_size` x `gradient_accumulation_steps` is
+            the expected number of persons in a step, `max_grad_norm` the clip norm.
         train_dataset: a map-style data set of mappings.
         privacy: a `PersonalPrivacy`.
         options: everything else that a Trainer takes, by name.
@@ -95,20 +112,41 @@ class PersonalTrainer(Trainer):
         privacy: as given.
 
     Raises:
-        ValueError: naming the argument, for what would void the account: several processes or devices, a model that is
-            spread over them (`fully_shard`), float16, an iterable data set, a collator or a model that mixes rows, a
-            model that no method takes.
+        ValueError: naming the argument, for what would void the account: several processes or
+            devices, a model that is spread over them (`fully_shard`), float16, an iterable data
+            set, a collator or a model that mixes rows, a model that no method takes.
 
     >>> from transformers import BertConfig, BertForSequenceClassification, default_data_collator
-    >>> config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-    ...                     intermediate_size=8, max_position_embeddings=8)
-    >>> rows = [{"input_ids": [1 + i % 7, 2, 3], "attention_mask": [1, 1, 1], "labels": i % 2} for i in range(40)]
+    >>> config = BertConfig(
+    ...     vocab_size=20,
+    ...     hidden_size=8,
+    ...     num_hidden_layers=1,
+    ...     num_attention_heads=2,
+    ...     intermediate_size=8,
+    ...     max_position_embeddings=8,
+    ... )
+    >>> rows = [
+    ...     {"input_ids": [1 + i % 7, 2, 3], "attention_mask": [1, 1, 1], "labels": i % 2}
+    ...     for i in range(40)
+    ... ]
     >>> import tempfile
-    >>> args = TrainingArguments(tempfile.mkdtemp(), per_device_train_batch_size=10, max_steps=4, report_to="none",
-    ...                          save_strategy="no", disable_tqdm=True, use_cpu=True, logging_strategy="no")
-    >>> trainer = PersonalTrainer(BertForSequenceClassification(config), args, train_dataset=rows,
-    ...                           data_collator=default_data_collator,
-    ...                           privacy=PersonalPrivacy(budgets={1.0: 0.5, 2.0: 0.5}, delta=1e-3, accountant="rdp"))
+    >>> args = TrainingArguments(
+    ...     tempfile.mkdtemp(),
+    ...     per_device_train_batch_size=10,
+    ...     max_steps=4,
+    ...     report_to="none",
+    ...     save_strategy="no",
+    ...     disable_tqdm=True,
+    ...     use_cpu=True,
+    ...     logging_strategy="no",
+    ... )
+    >>> trainer = PersonalTrainer(
+    ...     BertForSequenceClassification(config),
+    ...     args,
+    ...     train_dataset=rows,
+    ...     data_collator=default_data_collator,
+    ...     privacy=PersonalPrivacy(budgets={1.0: 0.5, 2.0: 0.5}, delta=1e-3, accountant="rdp"),
+    ... )
     >>> _ = trainer.train()  # doctest: +ELLIPSIS
     {...}
     >>> [f"{epsilon:.1f}" for epsilon in sorted(set(trainer.epsilons().tolist()))]
@@ -161,13 +199,19 @@ class PersonalTrainer(Trainer):
         self.persons = self._rows.persons
         self.budgets = self._budgets()
         self._steps_per_epoch = max(1, round(len(self.persons) / batch))
-        steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * self._steps_per_epoch)
+        steps = (
+            args.max_steps
+            if args.max_steps > 0
+            else math.ceil(args.num_train_epochs * self._steps_per_epoch)
+        )
         self.plan: DPSGDPlan = privacy.plan(
             self.budgets,
             n=len(self.persons),
             batch_size=batch,
             steps=steps,
-            max_grad_norm=_checks.number("args.max_grad_norm", self._max_grad_norm, 0, math.inf, closed="neither"),
+            max_grad_norm=_checks.number(
+                "args.max_grad_norm", self._max_grad_norm, 0, math.inf, closed="neither"
+            ),
         )
         self._filter = privacy.filter_of(self.plan, self.budgets)
         self._microbatch = args.per_device_train_batch_size
@@ -185,7 +229,8 @@ class PersonalTrainer(Trainer):
         given = torch.as_tensor(_checks.unlabelled(given), dtype=torch.float64)
         if given.shape != (len(self.persons),):
             raise ValueError(
-                f"budgets must be one number for each of the {len(self.persons)} persons, got shape "
+                f"budgets must be one number for each of the {len(self.persons)} persons, got "
+                "shape "
                 f"{tuple(given.shape)}"
             )
         return given
@@ -194,7 +239,9 @@ class PersonalTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """One item a step, of no content: each step draws its own persons."""
-        return DataLoader(range(self._steps_per_epoch), batch_size=1, collate_fn=lambda step: {"step": step})  # pyright: ignore[reportArgumentType]
+        return DataLoader(
+            range(self._steps_per_epoch), batch_size=1, collate_fn=lambda step: {"step": step}
+        )  # pyright: ignore[reportArgumentType]
 
     def num_examples(self, dataloader: Any) -> int:
         """How many persons, or for another loader what the Trainer says."""
@@ -210,26 +257,34 @@ class PersonalTrainer(Trainer):
         pass
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        """As `Trainer.train`, once: the plan's steps are the plan's. At the end the card is written.
+        """As `Trainer.train`, once: the plan's steps are the plan's. At the end the card is
+        written.
 
         Raises:
             ValueError: for what `dpcompanion.training.train` refuses, before the first step.
         """
         if self._loop is not None:
             raise ValueError(
-                "train must be called once, since its steps are those of the plan; go on from a checkpoint with a new "
-                "PersonalTrainer, or train again by one of its own and add the plans up (dpcompanion.accounting.Ledger)"
+                "train must be called once, since its steps are those of the plan; go on from a "
+                "checkpoint with a new "
+                "PersonalTrainer, or train again by one of its own and add the plans up "
+                "(dpcompanion.accounting.Ledger)"
             )
         found = super().train(*arguments, **options)
         if self.is_world_process_zero():
             self._write_card()
         if self.taken == self.plan.steps:
-            for key in pathlib.Path(str(self.args.output_dir)).glob(f"checkpoint-*/{key_file(STATE)}"):
+            for key in pathlib.Path(str(self.args.output_dir)).glob(
+                f"checkpoint-*/{key_file(STATE)}"
+            ):
                 key.unlink(missing_ok=True)
         return found
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Draw persons, add up their clipped gradients and the noise, and leave the mean as the parameters' gradients.
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Draw persons, add up their clipped gradients and the noise, and leave the mean as the
+        parameters' gradients.
 
         Returns:
             The mean loss of the persons in the step, without noise; nan for an empty draw.
@@ -237,10 +292,13 @@ class PersonalTrainer(Trainer):
         model.train()
         loop = self._loop if self._loop is not None else self._begin()
         if loop.ready:
-            raise ValueError("optimizer must step after each draw, but it has not since the last one")
+            raise ValueError(
+                "optimizer must step after each draw, but it has not since the last one"
+            )
         if loop.run.step != self.state.global_step or loop.run.step >= self.plan.steps:
             raise ValueError(
-                f"the Trainer must be at step {loop.run.step} of {self.plan.steps}, as its account is, got "
+                f"the Trainer must be at step {loop.run.step} of {self.plan.steps}, as its account "
+                "is, got "
                 f"{self.state.global_step}; a checkpoint must hold {STATE}"
             )
         loop.step()
@@ -261,8 +319,11 @@ class PersonalTrainer(Trainer):
             self.plan,
             optimizer,
             seed=privacy.seed,
-            # Passes over the data are most of what a large model costs: one an epoch, unless more are asked for.
-            track=Track(clipping="individual") if privacy.track is None and self._filter is not None else privacy.track,
+            # Passes over the data are most of what a large model costs: one an epoch, unless more
+            # are asked for.
+            track=Track(clipping="individual")
+            if privacy.track is None and self._filter is not None
+            else privacy.track,
             filter=self._filter,
             performance=Performance(
                 precision=self._precision, microbatch_size=self._microbatch, device=self.args.device
@@ -275,14 +336,17 @@ class PersonalTrainer(Trainer):
         return self._loop
 
     def _guard(self, optimizer):
-        """The optimizer takes the run's own steps only, and the first with a learning rate moves what it should."""
+        """The optimizer takes the run's own steps only, and the first with a learning rate moves
+        what it should.
+        """
         loop, before, seen = self._loop, {}, []
         model: Any = self.model
 
         def check(stepped, args, kwargs):
             if not loop.ready:
                 raise ValueError(
-                    "optimizer must be stepped once a draw by the Trainer alone, but something steps it too"
+                    "optimizer must be stepped once a draw by the Trainer alone, but something "
+                    "steps it too"
                 )
             loop.ready = False
             if not seen and any(group["lr"] for group in stepped.param_groups):
@@ -294,18 +358,30 @@ class PersonalTrainer(Trainer):
                 return
             handle.remove()
             parameters = dict(model.named_parameters())
-            still = [n for n, p in parameters.items() if p.requires_grad and torch.equal(p, before[n])]
-            wrong = [n for n, p in parameters.items() if not p.requires_grad and not torch.equal(p, before[n])]
+            still = [
+                n for n, p in parameters.items() if p.requires_grad and torch.equal(p, before[n])
+            ]
+            wrong = [
+                n
+                for n, p in parameters.items()
+                if not p.requires_grad and not torch.equal(p, before[n])
+            ]
             trainable = sum(p.requires_grad for p in parameters.values())
             before.clear()
             if wrong or len(still) == trainable:
                 raise ValueError(
-                    f"optimizer must move the {trainable} trainable parameters of the model and no other, but "
-                    + (f"it moved {', '.join(wrong[:3])}" if wrong else "its first step moved none of them")
+                    f"optimizer must move the {trainable} trainable parameters of the model and no "
+                    "other, but "
+                    + (
+                        f"it moved {', '.join(wrong[:3])}"
+                        if wrong
+                        else "its first step moved none of them"
+                    )
                 )
             if still:
                 warnings.warn(
-                    f"the first step has left {len(still)} of {trainable} trainable parameters where they were, "
+                    f"the first step has left {len(still)} of {trainable} trainable parameters "
+                    "where they were, "
                     f"{', '.join(still[:3])} among them",
                     stacklevel=2,
                 )
@@ -341,7 +417,8 @@ class PersonalTrainer(Trainer):
             self._found = os.path.join(checkpoint, STATE)
             if not os.path.exists(self._found):
                 raise ValueError(
-                    f"resume_from_checkpoint must hold {STATE}, draws and accounts, but {checkpoint!r} does not"
+                    f"resume_from_checkpoint must hold {STATE}, draws and accounts, but "
+                    f"{checkpoint!r} does not"
                 )
 
     def _restore(self, path):
@@ -351,7 +428,8 @@ class PersonalTrainer(Trainer):
         differ = sorted(key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key))
         if differ or set(content["stateful"]) != set(loop.stateful):
             raise ValueError(
-                "resume_from_checkpoint must come from a run of the same plan, seed, data, model and optimizer, but "
+                "resume_from_checkpoint must come from a run of the same plan, seed, data, model "
+                "and optimizer, but "
                 f"{path!r} differs in {', '.join(differ) or 'what is tracked'}"
             )
         if loop.seed is None and content["step"] < self.plan.steps:
@@ -361,7 +439,11 @@ class PersonalTrainer(Trainer):
             loop.generators[name].set_state(state)
         for name, state in content["stateful"].items():
             loop.stateful[name].load_state_dict(state)
-        known = {"plan": loop.run.plan, "steps": content["step"], "tracker": loop.run.history.tracker}
+        known = {
+            "plan": loop.run.plan,
+            "steps": content["step"],
+            "tracker": loop.run.history.tracker,
+        }
         loop.run.step, loop.run.history = content["step"], History(**content["history"], **known)
         loop.run.history.losses = loop.run.history.losses.to(loop.device)
         loop.run.history.batch_sizes = loop.run.history.batch_sizes.to(loop.device)
@@ -387,11 +469,15 @@ class PersonalTrainer(Trainer):
 
     @property
     def tracker(self) -> NormTracker | None:
-        """What follows each person's gradients, if `track` or a filter was given, from the first step on."""
+        """What follows each person's gradients, if `track` or a filter was given, from the first
+        step on.
+        """
         return self._tracker
 
     def statement(self) -> str:
-        """What an epsilon of the steps that were taken is about, and of a run that ended early which epsilon holds."""
+        """What an epsilon of the steps that were taken is about, and of a run that ended early
+        which epsilon holds.
+        """
         return self.plan.statement(steps=0) if self._loop is None else self.history.statement()
 
     def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
@@ -404,8 +490,8 @@ class PersonalTrainer(Trainer):
         return 0 < self.taken < self.plan.steps
 
     def epsilons(self, delta: float | None = None) -> torch.Tensor:
-        """Epsilon of each person after the steps that were taken, (n,) float64, in the order of `persons`, see
-        `History.epsilons`: 0 before `train`.
+        """Epsilon of each person after the steps that were taken, (n,) float64, in the order of
+        `persons`, see `History.epsilons`: 0 before `train`.
 
         Args:
             delta: by default the plan's.
@@ -415,9 +501,10 @@ class PersonalTrainer(Trainer):
         return torch.zeros(self.plan.n, dtype=torch.float64)
 
     def card(self) -> dict[str, Any]:
-        """What may be published of the run, as plain JSON values: the statement, the largest epsilon of the steps that
-        were taken and of those that were planned, by the filter if there is one, how many persons have which of the
-        latter, the plan. No person's number is in it."""
+        """What may be published of the run, as plain JSON values: the statement, the largest
+        epsilon of the steps that were taken and of those that were planned, by the filter if there
+        is one, how many persons have which of the latter, the plan. No person's number is in it.
+        """
         model: Any = self.model
         plan, beforehand, by_budget = self.plan, promised(self.plan, self._filter), None
         if len(beforehand.unique()) > 1:
@@ -456,15 +543,20 @@ class PersonalTrainer(Trainer):
         lines = [
             "## Privacy",
             "",
-            f"Trained with DP-SGD. The unit of privacy is one {card['unit']}: each step clips the gradient of all data "
-            f"of one (at most {card['rows_at_most']} of their rows) to one norm. Every {card['unit']} has epsilon "
+            f"Trained with DP-SGD. The unit of privacy is one {card['unit']}: each step clips the "
+            "gradient of all data "
+            f"of one (at most {card['rows_at_most']} of their rows) to one norm. Every "
+            f"{card['unit']} has epsilon "
             f"at most {rounded_up(card['epsilon_of_planned_steps'])} at delta {card['delta']:g}.",
             "",
             card["statement"],
         ]
         if card["by_budget"]:
             lines += ["", f"| epsilon | {card['unit']}, how many |", "|--:|--:|"]
-            lines += [f"| {rounded_up(each['epsilon'])} | {each['persons']} |" for each in card["by_budget"]]
+            lines += [
+                f"| {rounded_up(each['epsilon'])} | {each['persons']} |"
+                for each in card["by_budget"]
+            ]
         return "\n".join([*lines, "", f"Not covered: {card['not_covered']}.", ""])
 
     def _write_card(self):

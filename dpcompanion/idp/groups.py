@@ -1,4 +1,5 @@
-"""The groups of a calibration: different budgets, few that stand for many, and what lies between those.
+"""The groups of a calibration: different budgets, few that stand for many, and what lies between
+those.
 
 Parameters follow budgets smoothly, in logarithms of both.
 """
@@ -12,11 +13,14 @@ import torch
 
 from dpcompanion import _checks
 
-_MANY, _APART = 30_000, 5e-4  # more different budgets than that are rounded down until they lie so far apart
+# more different budgets than that are rounded down until they lie so far apart
+_MANY, _APART = 30_000, 5e-4
 
 
 class Groups:
-    """The different budgets, ascending, (D,), their shares of the examples, and which of them each group has."""
+    """The different budgets, ascending, (D,), their shares of the examples, and which of them each
+    group has.
+    """
 
     def __init__(self, target_epsilons, counts):
         values = {}
@@ -27,7 +31,8 @@ class Groups:
             )
             if values[name].ndim != 1 or len(values[name]) == 0:
                 raise ValueError(
-                    f"{name} must be a list with one entry for each group, got shape {tuple(values[name].shape)}"
+                    f"{name} must be a list with one entry for each group, got shape "
+                    f"{tuple(values[name].shape)}"
                 )
         _checks.same_length(**values)
         budgets = values["target_epsilons"].cpu()
@@ -51,31 +56,39 @@ class Groups:
 
 
 def with_counts(target_epsilons, counts):
-    """Budgets and counts as lists or arrays, of one number, of one for each group, or of {budget: share}.
+    """Budgets and counts as lists or arrays, of one number, of one for each group, or of {budget:
+    share}.
 
     >>> with_counts({1.0: 0.2, 8.0: 0.8}, None), with_counts(3.0, None)
     (([1.0, 8.0], [0.2, 0.8]), ([3.0], [1.0]))
     """
     if isinstance(target_epsilons, Mapping):
         if counts is not None:
-            raise ValueError(f"counts must be None where target_epsilons is {{budget: share}}, got {counts!r:.80}")
+            raise ValueError(
+                f"counts must be None where target_epsilons is {{budget: share}}, got "
+                f"{counts!r:.80}"
+            )
         return list(target_epsilons), list(target_epsilons.values())
     target_epsilons, counts = _checks.unlabelled(target_epsilons), _checks.unlabelled(counts)
     if np.ndim(target_epsilons) == 0:
-        target_epsilons = [_checks.number("target_epsilons", target_epsilons, 0, math.inf, closed="neither")]
+        target_epsilons = [
+            _checks.number("target_epsilons", target_epsilons, 0, math.inf, closed="neither")
+        ]
         counts = [1.0] if counts is None else [counts] if np.ndim(counts) == 0 else counts
     return target_epsilons, [1.0] * len(target_epsilons) if counts is None else counts
 
 
 def budgets_for(target_epsilons: Any, n: int) -> torch.Tensor:
-    """The budget of each of n examples, (n,) float64, from one number, one for each, or {budget: share}.
+    """The budget of each of n examples, (n,) float64, from one number, one for each, or {budget:
+    share}.
 
-    Shares are of the examples and add up to 1.  They are rounded to whole numbers of examples, by the largest
-    remainders, and dealt out by a fixed permutation, so that neither the order of the data nor their values decide
-    who gets which budget.
+    Shares are of the examples and add up to 1. They are rounded to whole numbers of examples, by
+    the largest remainders, and dealt out by a fixed permutation, so that neither the order of the
+    data nor their values decide who gets which budget.
 
     Raises:
-        ValueError: a budget that is not above 0 and finite, a wrong number of them, or shares that do not add up to 1.
+        ValueError: a budget that is not above 0 and finite, a wrong number of them, or shares that
+        do not add up to 1.
 
     >>> budgets_for({1.0: 0.25, 8.0: 0.75}, 4)
     tensor([8., 8., 8., 1.], dtype=torch.float64)
@@ -95,23 +108,33 @@ def budgets_for(target_epsilons: Any, n: int) -> torch.Tensor:
         exact = np.asarray(shares, dtype=float) * n
         counts = np.floor(exact + 1e-9).astype(int)
         counts[np.argsort(counts - exact, kind="stable")[: n - counts.sum()]] += 1
-        dealt = torch.tensor(budgets, dtype=torch.float64).repeat_interleave(torch.from_numpy(counts))
-        return dealt[torch.from_numpy(np.random.RandomState(0).permutation(n))]  # whose draws NumPy never changes
+        dealt = torch.tensor(budgets, dtype=torch.float64).repeat_interleave(
+            torch.from_numpy(counts)
+        )
+        # whose draws NumPy never changes
+        return dealt[torch.from_numpy(np.random.RandomState(0).permutation(n))]
     _checks.in_interval("target_epsilons", given, 0, math.inf, closed="neither")
     budgets = torch.as_tensor(given, dtype=torch.float64, device="cpu")
     if budgets.shape not in ((), (n,)):
-        raise ValueError(f"target_epsilons must be a number, ({n},) or {{budget: share}}, got {tuple(budgets.shape)}")
+        raise ValueError(
+            f"target_epsilons must be a number, ({n},) or {{budget: share}}, got "
+            f"{tuple(budgets.shape)}"
+        )
     return budgets.expand(n).clone()
 
 
 def rounded_down(budgets):
     """Budgets whose logarithms lie on a grid, each at most the one that it stands for."""
     first = budgets.min()
-    return torch.minimum(first * torch.exp(_APART * torch.floor(torch.log(budgets / first) / _APART)), budgets)
+    return torch.minimum(
+        first * torch.exp(_APART * torch.floor(torch.log(budgets / first) / _APART)), budgets
+    )
 
 
 def nodes_of(budgets, most, spacing):
-    """The budgets themselves if they are at most `most`, else budgets with evenly spaced logarithms."""
+    """The budgets themselves if they are at most `most`, else budgets with evenly spaced
+    logarithms.
+    """
     first, last = float(budgets[0].log()), float(budgets[-1].log())
     count = max(4, math.ceil((last - first) / spacing) + 1)
     if len(budgets) <= max(most, count):
@@ -122,7 +145,9 @@ def nodes_of(budgets, most, spacing):
 
 
 def between(budgets, nodes):
-    """The node at or before each budget, and how far on the way to the next one the budget lies, in logarithms."""
+    """The node at or before each budget, and how far on the way to the next one the budget lies, in
+    logarithms.
+    """
     left = (torch.searchsorted(nodes, budgets, right=True) - 1).clamp(0, len(nodes) - 2)
     share = (budgets / nodes[left]).log() / (nodes[left + 1] / nodes[left]).log()
     return left, share.clamp(0, 1)
@@ -135,10 +160,11 @@ def interpolate(budgets, nodes, values):
 
 
 def safe_interpolation(budgets, nodes, values):
-    """An upper bound on a curve through evenly spaced points, if its bend keeps its sign over three stretches.
+    """An upper bound on a curve through evenly spaced points, if its bend keeps its sign over three
+    stretches.
 
-    Where it bends upwards its chord lies above it, where it bends downwards the chords of the stretches beside,
-    prolonged.
+    Where it bends upwards its chord lies above it, where it bends downwards the chords of the
+    stretches beside, prolonged.
     """
     left, share = between(budgets, nodes)
     rises = values.diff()

@@ -14,24 +14,28 @@ from dpcompanion.idp.groups import between, interpolate, nodes_of, safe_interpol
 
 HAIR = 1e-9  # by which epsilons by RDP may be off, relatively, for rounding errors
 _PRECISION = 2e-5  # of the logarithm of a parameter
-_JITTER = 1e-4  # by which the PLD epsilons of nearby parameters may differ, relatively, for their grids
+# by which the PLD epsilons of nearby parameters may differ, relatively, for their grids
+_JITTER = 1e-4
 _LARGEST_NOISE, _SMALLEST_RATE = 1e9, 1e-12
 _COARSE, _ROUNDS = 10.0, 6  # a search by PLD is on grids so much wider, and is corrected so often
-_EXTREMES = {"noises": f"a noise multiplier of {_LARGEST_NOISE:g}", "rates": f"a sample rate of {_SMALLEST_RATE:g}"}
+_EXTREMES = {
+    "noises": f"a noise multiplier of {_LARGEST_NOISE:g}",
+    "rates": f"a sample rate of {_SMALLEST_RATE:g}",
+}
 
 #: (y, which of the searched) -> (rates, noise multipliers).
 _Pair = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Search:
-    """What all groups share: delta, steps and accountant.  Finds what uses up budgets, many at once.
+    """What all groups share: delta, steps and accountant. Finds what uses up budgets, many at once.
 
-    Searches go along a coordinate y that makes a group safer as it grows: the logarithm of the noise, or minus that of
-    the rate.  Budgets are ascending, (D,).
+    Searches go along a coordinate y that makes a group safer as it grows: the logarithm of the
+    noise, or minus that of the rate. Budgets are ascending, (D,).
 
-    By PLD they go along coarse grids, corrected by how far those are from fine ones where the search ended; what they
-    give was looked at on the fine ones, and meets its budget. With rough=r, to begin with, nobody looks, and epsilons
-    on coarse grids may be a share r below their budgets.
+    By PLD they go along coarse grids, corrected by how far those are from fine ones where the
+    search ended; what they give was looked at on the fine ones, and meets its budget. With rough=r,
+    to begin with, nobody looks, and epsilons on coarse grids may be a share r below their budgets.
     """
 
     def __init__(self, target_delta, steps, accountant):
@@ -40,11 +44,11 @@ class Search:
         self.steps = _checks.whole_number("steps", steps, 1)
         self._near = None  # the range of orders that decided last
         self._seen: dict[tuple[float, ...], float] = {}
-        # Of each kind of search and number of nodes: by how much fine grids are above coarse ones where the last one
-        # ended, and how fast epsilons fall there, both (nodes,), in logarithms.
+        # Of each kind of search and number of nodes: by how much fine grids are above coarse ones
+        # where the last one ended, and how fast epsilons fall there, both (nodes,), in logarithms.
         self._learnt: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        # So many different budgets are searched one by one; among more, the spacing of ln eps; how far the mean rate
-        # may be above the wanted one.
+        # So many different budgets are searched one by one; among more, the spacing of ln eps; how
+        # far the mean rate may be above the wanted one.
         rdp = self.accountant == "rdp"
         self.searched, self.spacing, self.slack = (256, 0.01, 6e-5) if rdp else (24, 0.05, 3e-4)
 
@@ -67,20 +71,35 @@ class Search:
         found = search(torch.zeros_like(nodes), "rdp")
         if self.accountant == "pld":
             found = search(found - 0.07, "pld")
-        return self._at_budgets(budgets, nodes, found, lambda y, index: (rates[index], y.exp()), rough).exp()
+        return self._at_budgets(
+            budgets, nodes, found, lambda y, index: (rates[index], y.exp()), rough
+        ).exp()
 
     def rates(self, budgets, noise, start, *, rough=None):
-        """(D,) sample rates, at most 1, that the budgets allow with one noise multiplier; start: (D,) guesses."""
+        """(D,) sample rates, at most 1, that the budgets allow with one noise multiplier; start:
+        (D,) guesses.
+        """
 
         def pair(y, _):
             return (-y).exp().clamp(max=1.0), torch.full_like(y, noise)
 
         nodes, start = self._at_nodes(budgets, start)
-        found = self._search(nodes, pair, -start.log(), 0.0, -math.log(_SMALLEST_RATE), "rates", self.accountant, rough)
+        found = self._search(
+            nodes,
+            pair,
+            -start.log(),
+            0.0,
+            -math.log(_SMALLEST_RATE),
+            "rates",
+            self.accountant,
+            rough,
+        )
         return pair(self._at_budgets(budgets, nodes, found, pair, rough), None)[0]
 
     def compare_grids(self, budgets, noise, rates):
-        """Learn by how much fine grids are above coarse ones at the rates of all budgets, for the next search."""
+        """Learn by how much fine grids are above coarse ones at the rates of all budgets, for the
+        next search.
+        """
         bias, _ = self._learnt_of("rates", budgets)
         pairs = rates, torch.full_like(rates, noise), budgets
         bias.copy_(self._excess(*pairs, "pld") - self._excess(*pairs, "pld", coarse=_COARSE))
@@ -106,19 +125,27 @@ class Search:
         """The least safe y of each node; `pair(y, index)` gives rates and noise multipliers."""
 
         def crossed(excess, start, **options):
-            return crossings(excess, start=start, low=low, high=high, **{"precision": _PRECISION, **options})
+            return crossings(
+                excess, start=start, low=low, high=high, **{"precision": _PRECISION, **options}
+            )
 
         if accountant == "rdp":
-            found = crossed(lambda y, index: self._excess(*pair(y, index), nodes[index], "rdp"), start)
+            found = crossed(
+                lambda y, index: self._excess(*pair(y, index), nodes[index], "rdp"), start
+            )
         else:
             found = self._corrected(nodes, pair, start, low, high, crossed, rough, kind)
         if bool(found.isnan().any()):
             missed, extreme = float(nodes[found.isnan()][0]), _EXTREMES[kind]
-            raise ValueError(f"target_epsilons must be larger, got {missed:g}: not even {extreme} meets it")
+            raise ValueError(
+                f"target_epsilons must be larger, got {missed:g}: not even {extreme} meets it"
+            )
         return found
 
     def _corrected(self, nodes, pair: _Pair, start, low, high, crossed, rough, kind):
-        """A search by PLD on coarse grids, whose end meets the budgets on fine ones: within 1e-4 of them, or 1e-6."""
+        """A search by PLD on coarse grids, whose end meets the budgets on fine ones: within 1e-4 of
+        them, or 1e-6.
+        """
         bias, slopes = self._learnt_of(kind, nodes)
         room = (1e-4 if rough is None else max(rough, 1e-4)) + 1e-6 / nodes
         precision = _PRECISION + (0 if rough is None else 1e-4) + 1e-7 / nodes
@@ -158,7 +185,9 @@ class Search:
         return crossed(fine, found)
 
     def _free(self, noise, low, high):
-        """Minus the logarithm of the largest rate at which delta covers a run's total variation: epsilon is 0."""
+        """Minus the logarithm of the largest rate at which delta covers a run's total variation:
+        epsilon is 0.
+        """
 
         def covered(y):
             bounds = [pld.total_variation(math.exp(-float(v)), noise, self.steps) for v in y]
@@ -171,7 +200,9 @@ class Search:
         return float(bisect(covered, good=ends[:1], bad=ends[1:], halvings=50)[0])
 
     def _held(self, free, start, coarse, low):
-        """Which budgets lie in the jump that epsilon takes there: from 0 to more than they are, (nodes,) booleans."""
+        """Which budgets lie in the jump that epsilon takes there: from 0 to more than they are,
+        (nodes,) booleans.
+        """
         every = torch.arange(len(start))
         held = torch.zeros(len(start), dtype=torch.bool)
         if free - _PRECISION <= low:
@@ -183,7 +214,9 @@ class Search:
         return held
 
     def _excess(self, rates, noises, budgets, accountant, *, coarse=1.0):
-        """ln of epsilon over a budget less a hair, which is kept for what nearby parameters may differ by, (D,)."""
+        """ln of epsilon over a budget less a hair, which is kept for what nearby parameters may
+        differ by, (D,).
+        """
         if accountant == "rdp":
             return _log_ratio(self.rdp_epsilon(rates, noises)[0], budgets * (1 - HAIR))
         epsilons = [
@@ -215,13 +248,17 @@ class Search:
         y = safe_interpolation(budgets, nodes, found)
         if self.accountant == "pld":
             # A look at the middle of each stretch, where a curve strays farthest from its chord.
-            middle = torch.searchsorted(budgets, torch.sqrt(nodes[1:] * nodes[:-1])).clamp(max=len(budgets) - 1)
+            middle = torch.searchsorted(budgets, torch.sqrt(nodes[1:] * nodes[:-1])).clamp(
+                max=len(budgets) - 1
+            )
             grids = {} if rough is None else {"coarse": _COARSE}
             above = self._excess(*pair(y[middle], middle), budgets[middle], "pld", **grids)
             return y + 2 * float(above.max().clamp(min=0))
         # Which order decides changes slowly, and any order gives a bound.
         left, share = between(budgets, nodes)
-        orders = self.rdp_epsilon(*pair(found, torch.searchsorted(budgets, nodes).clamp(max=len(budgets) - 1)))[1]
+        orders = self.rdp_epsilon(
+            *pair(found, torch.searchsorted(budgets, nodes).clamp(max=len(budgets) - 1))
+        )[1]
         orders = orders.nan_to_num(nan=1024.0)[torch.where(share < 0.5, left, left + 1)]
         open_, step = torch.arange(len(y)), _PRECISION / 2
         while len(open_):
@@ -235,7 +272,9 @@ class Search:
         return y
 
     def rdp_epsilon(self, rates, noises):
-        """Epsilon of each pair by RDP, at the orders of `compute_epsilon` or fewer, and the order that decides."""
+        """Epsilon of each pair by RDP, at the orders of `compute_epsilon` or fewer, and the order
+        that decides.
+        """
         every = torch.tensor(orders_for(float(noises.max())), dtype=torch.float64)
         near = torch.ones_like(every, dtype=torch.bool)
         if self._near is not None:
@@ -246,13 +285,16 @@ class Search:
         least, most = (every[near][i] if not near[i] else math.nan for i in (0, -1))
         outside = (decides == least) | (decides == most) | decides.isnan() | (epsilon == 0)
         if bool(outside.any()) and not bool(near.all()):
-            epsilon[outside], decides[outside] = self._rdp_epsilon_at(every, rates[outside], noises[outside])
+            epsilon[outside], decides[outside] = self._rdp_epsilon_at(
+                every, rates[outside], noises[outside]
+            )
         if bool(decides.isfinite().all()):
             self._near = float(decides.min()), float(decides.max())
         return epsilon, decides
 
     def _rdp_epsilon_at(self, orders, rates, noises):
-        # An order beyond 1024 is for large noise: next to little noise it would take minutes, and decide nothing.
+        # An order beyond 1024 is for large noise: next to little noise it would take minutes, and
+        # decide nothing.
         counts = (orders <= 1024) | (orders <= 32 * noises[:, None])
         rdp = torch.full(counts.shape, math.inf, dtype=torch.float64)
         different, kinds = torch.unique(counts, dim=1, return_inverse=True)
@@ -269,9 +311,9 @@ class Search:
         epsilon = torch.empty_like(rates)
         for order in orders.unique().tolist():
             rows = (orders == order).nonzero()[:, 0]
-            epsilon[rows] = self._rdp_epsilon_at(torch.tensor([order], dtype=torch.float64), rates[rows], noises[rows])[
-                0
-            ]
+            epsilon[rows] = self._rdp_epsilon_at(
+                torch.tensor([order], dtype=torch.float64), rates[rows], noises[rows]
+            )[0]
         return epsilon
 
 

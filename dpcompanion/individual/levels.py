@@ -1,4 +1,6 @@
-"""The levels to which an account rounds norms up: a grid, or the distinct norms as long as there are few of them."""
+"""The levels to which an account rounds norms up: a grid, or the distinct norms as long as there
+are few of them.
+"""
 
 import math
 
@@ -7,7 +9,8 @@ import torch
 #: So many distinct norms are kept as they are; more are rounded up to a grid of as many levels.
 DISTINCT = 2048
 
-# So many counts are kept, whatever the number of examples: of more than half a million fewer levels.
+# So many counts are kept, whatever the number of examples: of more than half a million fewer
+# levels.
 _COUNTS, _LEAST = 2**30, 64
 
 
@@ -24,7 +27,8 @@ def even_levels(rounding):
 
 
 def finest_levels(n=1):
-    """The levels of n examples with many norms, in (0, 1] and closer to 0 the closer: the squares of even ones.
+    """The levels of n examples with many norms, in (0, 1] and closer to 0 the closer: the squares
+    of even ones.
 
     `DISTINCT` for half a million examples and fewer, less than 0.001 apart.
     """
@@ -32,12 +36,16 @@ def finest_levels(n=1):
 
 
 def _most(n):
-    """How many levels n examples have at most: what keeps their counts in about 2 GB, but not hardly any."""
+    """How many levels n examples have at most: what keeps their counts in about 2 GB, but not
+    hardly any.
+    """
     return min(DISTINCT, max(_COUNTS // n, _LEAST))
 
 
 def with_shares(levels, counts, shares):
-    """Levels and counts (n, levels) with room for these shares: their own levels, or the finest ones for too many."""
+    """Levels and counts (n, levels) with room for these shares: their own levels, or the finest
+    ones for too many.
+    """
     wanted = _with(levels, shares, len(counts))
     if wanted is levels:
         return levels, counts
@@ -59,7 +67,9 @@ def _settled(levels, n):
 
 
 def joined(levels, counts, other_levels, other_counts):
-    """Two accounts of the same examples as one: levels, and counts (n, levels) wide enough for the sum."""
+    """Two accounts of the same examples as one: levels, and counts (n, levels) wide enough for the
+    sum.
+    """
     n = len(counts)
     # The union of the finest levels with no others is no grid by itself.
     wanted = other_levels if _settled(other_levels, n) else _with(levels, other_levels, n)

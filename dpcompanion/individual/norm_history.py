@@ -1,8 +1,9 @@
-"""Norms as an account takes them: as shares of the clip norm, with the examples and numbers of steps they hold for.
+"""Norms as an account takes them: as shares of the clip norm, with the examples and numbers of
+steps they hold for.
 
-Norms are rounded up where their precision is low, longer ones than the clip norm count as it.  Where the account and
-its input lie on a GPU, nothing here waits for it: what is wrong is noted, charged in full, and refused when the
-account is read.
+Norms are rounded up where their precision is low, longer ones than the clip norm count as it. Where
+the account and its input lie on a GPU, nothing here waits for it: what is wrong is noted, charged
+in full, and refused when the account is read.
 
 >>> history = NormHistory(3, max_grad_norm=0.5, device=None)
 >>> history._shares([0.1, 0.5, 7.0], 3)
@@ -22,7 +23,9 @@ MOST = 2**31 - 1  # steps that a count can hold
 
 
 def _as_tensor(norms):
-    """Norms as a tensor of the precision that they have; those of lists and of whole numbers as float64."""
+    """Norms as a tensor of the precision that they have; those of lists and of whole numbers as
+    float64.
+    """
     norms = _checks.unlabelled(norms)
     if isinstance(norms, (list, tuple)) and any(isinstance(norm, torch.Tensor) for norm in norms):
         norms = torch.stack([torch.as_tensor(norm) for norm in norms])
@@ -34,15 +37,20 @@ def _as_tensor(norms):
 
 
 class NormHistory:
-    """The n examples of an account, how many steps were recorded of each, and checks of what is recorded next."""
+    """The n examples of an account, how many steps were recorded of each, and checks of what is
+    recorded next.
+    """
 
     def __init__(self, n, *, max_grad_norm, device):
         self.n = _checks.whole_number("n", n, 1)
-        self.max_grad_norm = _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
+        self.max_grad_norm = _checks.number(
+            "max_grad_norm", max_grad_norm, 0, math.inf, closed="neither"
+        )
         self.device = torch.device("cpu" if device is None else device)
         # The most steps that were recorded of any example; None where the device has to be asked.
         self._most = 0
-        # Whether something that was recorded cannot be, where the device has to be asked; see `_refuse`.
+        # Whether something that was recorded cannot be, where the device has to be asked; see
+        # `_refuse`.
         self._wrong = None
         self._steps = torch.zeros(self.n, dtype=torch.int64, device=self.device)  # of each example
 
@@ -69,7 +77,8 @@ class NormHistory:
         elif here.numel() and not (here.min() >= 0 and here.max() < math.inf):  # nor for NaN
             _checks.in_interval("norms", norms, 0, math.inf, closed="left")
         if norms.dtype != torch.float64:
-            # A norm that was summed in few digits may lie a few of its last places below the true one.
+            # A norm that was summed in few digits may lie a few of its last places below the true
+            # one.
             share = share * margin(norms.dtype)
         return share.clamp(max=1.0)
 
@@ -78,8 +87,13 @@ class NormHistory:
         examples = _checks.unlabelled(examples)
         examples = examples if isinstance(examples, torch.Tensor) else torch.as_tensor(examples)
         count = examples.numel()
-        if examples.ndim != 1 or (count and (examples.is_floating_point() or examples.dtype == torch.bool)):
-            raise ValueError(f"examples must be indices of shape (m,), got {tuple(examples.shape)} {examples.dtype}")
+        if examples.ndim != 1 or (
+            count and (examples.is_floating_point() or examples.dtype == torch.bool)
+        ):
+            raise ValueError(
+                f"examples must be indices of shape (m,), got {tuple(examples.shape)} "
+                f"{examples.dtype}"
+            )
         if self._away(examples):
             examples = self._refuse((examples < 0) | (examples >= self.n), examples, 0)
         elif count and not (examples.min() >= 0 and examples.max() < self.n):
@@ -94,12 +108,20 @@ class NormHistory:
         if not isinstance(steps, torch.Tensor) or not steps.ndim:
             number = _checks.whole_number("steps", steps, 0, MOST)
             return torch.full((), number, dtype=torch.int64, device=self.device).expand(count)
-        # Larger ones than a count can hold must not even be added up: sums of 64 bits wrap around, too.
+        # Larger ones than a count can hold must not even be added up: sums of 64 bits wrap around,
+        # too.
         whole = not (_checks.real("steps", steps).is_floating_point() or steps.dtype == torch.bool)
         if self._away(steps) and steps.shape == (count,) and whole:
             steps = self._refuse((steps < 0) | (steps > MOST), steps, 0)
-        elif steps.shape != (count,) or not whole or (count and not (steps.min() >= 0 and steps.max() <= MOST)):
-            raise ValueError(f"steps must be whole numbers from 0 to {MOST}, one or ({count},) of them, got {steps}")
+        elif (
+            steps.shape != (count,)
+            or not whole
+            or (count and not (steps.min() >= 0 and steps.max() <= MOST))
+        ):
+            raise ValueError(
+                f"steps must be whole numbers from 0 to {MOST}, one or ({count},) of them, got "
+                f"{steps}"
+            )
         return to_device(steps.to(torch.int64, copy=True), self.device)
 
     def _away(self, tensor):
@@ -120,12 +142,15 @@ class NormHistory:
         if self._wrong is not None and self._wrong:
             raise ValueError(
                 "norms must lie in [0, inf), steps be whole numbers that add up to at most "
-                f"{MOST} for an example, and examples lie in [0, {self.n}), but some that were recorded "
+                f"{MOST} for an example, and examples lie in [0, {self.n}), but some that were "
+                "recorded "
                 "on the device did not"
             )
 
     def _add_steps(self, steps, examples):
-        """Add to the steps of each example, unless one comes to have more than its counts can hold."""
+        """Add to the steps of each example, unless one comes to have more than its counts can
+        hold.
+        """
         rows = slice(None) if examples is None else examples
         if examples is None:
             self._steps += steps

@@ -6,13 +6,13 @@ every other step (Mironov et al. 2019, section 2).  A shuffled pass in fixed
 batches is another mechanism.  So the batch size is random, and a batch may be
 empty: it is then a step of noise alone.
 
-From `GAPS_FROM` examples on a draw costs as much as it brings, not n: where all rates are equal, or of few different
-values, the number of examples passed over before the next one is geometric, P(gap >= k) = (1 - q)^k, and gaps are drawn
-instead of coins.  The law is the same.
+From `GAPS_FROM` examples on a draw costs as much as it brings, not n: where all rates are equal, or
+of few different values, the number of examples passed over before the next one is geometric, P(gap
+>= k) = (1 - q)^k, and gaps are drawn instead of coins. The law is the same.
 
-From a `SecureStream`, from which runs draw, coins and gaps are exact.  From a `torch.Generator` a coin is a float64
-uniform, so that a rate holds to 2^-53; the uniforms behind the gaps have 106 bits, so that small rates hold to a
-relative n 2^-52.
+From a `SecureStream`, from which runs draw, coins and gaps are exact. From a `torch.Generator` a
+coin is a float64 uniform, so that a rate holds to 2^-53; the uniforms behind the gaps have 106
+bits, so that small rates hold to a relative n 2^-52.
 """
 
 import math
@@ -36,7 +36,13 @@ def steps_per_epoch(sample_rate: Any) -> int:
     >>> steps_per_epoch(0.03), steps_per_epoch(torch.tensor([0.1, 0.3]))
     (33, 5)
     """
-    return max(1, round(1 / (sample_rate.mean().item() if isinstance(sample_rate, torch.Tensor) else sample_rate)))
+    return max(
+        1,
+        round(
+            1
+            / (sample_rate.mean().item() if isinstance(sample_rate, torch.Tensor) else sample_rate)
+        ),
+    )
 
 
 class PoissonSampler:
@@ -54,13 +60,20 @@ class PoissonSampler:
     [31498268, 158657061, 292108469, 389568296, 795610300, 853564864]
     """
 
-    def __init__(self, n: int, sample_rate: float | torch.Tensor, generator: torch.Generator | SecureStream):
+    def __init__(
+        self, n: int, sample_rate: float | torch.Tensor, generator: torch.Generator | SecureStream
+    ):
         self.n = _checks.whole_number("n", n, 1)
         _checks.in_interval("sample_rate", sample_rate, 0, 1, closed="right")
         _checks.generator("generator", generator, SecureStream)
-        self.sample_rate = torch.as_tensor(sample_rate, dtype=torch.float64, device=generator.device)
+        self.sample_rate = torch.as_tensor(
+            sample_rate, dtype=torch.float64, device=generator.device
+        )
         if self.sample_rate.shape not in ((), (self.n,)):
-            raise ValueError(f"sample_rate must be a number or have shape ({n},), got {tuple(self.sample_rate.shape)}")
+            raise ValueError(
+                f"sample_rate must be a number or have shape ({n},), got "
+                f"{tuple(self.sample_rate.shape)}"
+            )
         self.generator: Any = generator  # `_exact` says which of the two
         self._exact = isinstance(generator, SecureStream)
         self._groups = self._grouped() if self.n >= GAPS_FROM else None
@@ -80,7 +93,12 @@ class PoissonSampler:
             return self.masks(1)[0].nonzero().squeeze(1)
         if self._groups is None:
             blocks = range(0, self.n, _BLOCK)
-            return torch.cat([self._coins(at, min(_BLOCK, self.n - at)).nonzero().squeeze(1) + at for at in blocks])
+            return torch.cat(
+                [
+                    self._coins(at, min(_BLOCK, self.n - at)).nonzero().squeeze(1) + at
+                    for at in blocks
+                ]
+            )
         drawn = [
             self._by_gaps(rate, size) if members is None else members[self._by_gaps(rate, size)]
             for rate, size, members in self._groups
@@ -88,7 +106,9 @@ class PoissonSampler:
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn).sort().values
 
     def _grouped(self):
-        """(rate, size, members or None for all) of each group of equal rates; None where there are too many."""
+        """(rate, size, members or None for all) of each group of equal rates; None where there are
+        too many.
+        """
         if not self.sample_rate.ndim:
             return [(float(self.sample_rate), self.n, None)]
         rates, which = self.sample_rate.unique(return_inverse=True)
@@ -119,15 +139,20 @@ class PoissonSampler:
 
     def _coins(self, start, count):
         """Who of `count` examples from `start` on is in a draw, (count,) booleans."""
-        rates = self.sample_rate[start : start + count] if self.sample_rate.ndim else self.sample_rate
+        rates = (
+            self.sample_rate[start : start + count] if self.sample_rate.ndim else self.sample_rate
+        )
         return self.generator.coins(count, rates) if self._exact else self._uniforms(count) < rates
 
     def _uniforms(self, *shape):
-        return torch.rand(*shape, dtype=torch.float64, generator=self.generator, device=self.generator.device)
+        return torch.rand(
+            *shape, dtype=torch.float64, generator=self.generator, device=self.generator.device
+        )
 
 
 def _gaps(uniforms, rate):
-    """The number of examples passed over before the next one, from uniforms in [0, 1]: k with probability q (1 - q)^k.
+    """The number of examples passed over before the next one, from uniforms in [0, 1]: k with
+    probability q (1 - q)^k.
 
     It is at least k where the uniform is at least 1 - (1 - q)^k.
     """

@@ -7,21 +7,23 @@ r"""Output perturbation, and the noise that SGD brings along (Hyland and Tople 2
 
 when one example is replaced and the seed stays (theorem 2, after Wu et al. 2017).
 
-**Intrinsic noise.**  Take the weights over seeds as a draw of :math:`N(\bar w_S, \sigma_i^2 I)`.
+**Intrinsic noise.** Take the weights over seeds as a draw of :math:`N(\bar w_S, \sigma_i^2 I)`.
 Then SGD is a Gaussian mechanism with :math:`\mu = \Delta/\sigma_i` (algorithm 1), and to reach a
-target only the missing noise must be added: :math:`\sigma_\text{augment}^2 = \sigma_\text{target}^2 - \sigma_i^2`
-(algorithm 2).
+target only the missing noise must be added: :math:`\sigma_\text{augment}^2 = \sigma_\text{target}^2
+- \sigma_i^2` (algorithm 2).
 
 The bound on sensitivity is a theorem.  That the noise is Gaussian, the same in all
 directions and for all data sets, is an assumption: whatever follows from a sigma_i is an
 estimate, not a guarantee.  `noise_covariance` and `mahalanobis` drop the second
 assumption, `dpcompanion.attacks` none but puts the result to the test.
 
-Neighbours replace one example.  "analytic" is the exact Gaussian mechanism (Balle and Wang
-2018), "classical" is :math:`\varepsilon = \sqrt{2 \ln(1.25/\delta)}\,\Delta/\sigma`, which the paper uses and
-which is proved for epsilon below 1 only.  Weights are (data sets, seeds, parameters).
+Neighbours replace one example. "analytic" is the exact Gaussian mechanism (Balle and Wang 2018),
+"classical" is :math:`\varepsilon = \sqrt{2 \ln(1.25/\delta)}\,\Delta/\sigma`, which the paper uses
+and which is proved for epsilon below 1 only. Weights are (data sets, seeds, parameters).
 
->>> bound = sgd_sensitivity(passes=1850 / 325, lipschitz=2**0.5, learning_rate=0.1, batch_size=32, smoothness=0.5)
+>>> bound = sgd_sensitivity(
+...     passes=1850 / 325, lipschitz=2**0.5, learning_rate=0.1, batch_size=32, smoothness=0.5
+... )
 >>> epsilon = intrinsic_epsilon(bound, 0.028, 1 / 10397)
 >>> print(f"{bound:.4f} {epsilon:.2f}")
 0.0530 8.31

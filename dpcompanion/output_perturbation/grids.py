@@ -7,11 +7,11 @@ all runs of one seed walk through the same batches, which differ in one row wher
 replaced example turns up: one batched matrix product serves them all, with example
 0 as an extra row that only the runs concerned look at.
 
-Models are those of the paper, with cross-entropy loss and plain SGD: logistic
-regression with a bias, and one hidden layer of ReLU units.  Gradients of a batch are
-summed and divided by `batch_size`, also in the last, smaller batch of an epoch, so
-that one example never moves the weights by more than theorem 2 allows.  Weights
-start as Keras starts them: uniform in :math:`\pm\sqrt{6/(\text{inputs} + \text{outputs})}`, biases 0.
+Models are those of the paper, with cross-entropy loss and plain SGD: logistic regression with a
+bias, and one hidden layer of ReLU units. Gradients of a batch are summed and divided by
+`batch_size`, also in the last, smaller batch of an epoch, so that one example never moves the
+weights by more than theorem 2 allows. Weights start as Keras starts them: uniform in
+:math:`\pm\sqrt{6/(\text{inputs} + \text{outputs})}`, biases 0.
 """
 
 import math
@@ -50,69 +50,90 @@ def train_grid(
     r"""The weights of one SGD run for each data set and seed.
 
     Args:
-        features: (n + 1, d), float32 or float64, rows of norm at most 1; row 0 is the held-out example that replaces
-            others. Runs compute in this dtype, but in float64 where theorem 2 is to hold: a step of learning_rate / B
-            may be less than float32 rounds weights by.
+        features: (n + 1, d), float32 or float64, rows of norm at most 1; row 0 is the held-out
+            example that replaces others. Runs compute in this dtype, but in float64 where theorem 2
+            is to hold: a step of learning_rate / B may be less than float32 rounds weights by.
         labels: (n + 1,) of 0 and 1.
-        data_sets: different numbers i in [0, n], two at least: data set i has example i replaced by example 0; data
-            set 0 has none replaced.
-        seeds: different whole numbers, two at least, of which every bit counts (`dpcompanion.seeds`). A run depends on
-            its own seed and data set only, not on what is trained beside it, so that a large grid can be trained in
-            parts.
+        data_sets: different numbers i in [0, n], two at least: data set i has example i replaced by
+            example 0; data set 0 has none replaced.
+        seeds: different whole numbers, two at least, of which every bit counts
+            (`dpcompanion.seeds`). A run depends on its own seed and data set only, not on what is
+            trained beside it, so that a large grid can be trained in parts.
         steps: of SGD, each on one batch.
         batch_size, learning_rate: B in [1, n] and eta.
-        initialization: "varying" with the seed, or "fixed": the same for all seeds, which is that of seed 0; a whole
-            number is the seed of another one.
+        initialization: "varying" with the seed, or "fixed": the same for all seeds, which is that
+            of seed 0; a whole number is the seed of another one.
         hidden: ReLU units of the hidden layer; 0 for logistic regression.
         snapshots: steps in [0, steps] at which to return the weights; the last one by default.
-        enforce_conditions: refuse norms and learning rates that theorem 2 does not cover, and compute logistic
-            regression in float64. What that rounds (1e-16 of a weight in each step) is small beside learning_rate / B,
-            and not counted. Without it runs are as reproducible, but their sensitivity has no bound.
-        device: where to compute; that of the features by default. Seeds are sampled on the CPU everywhere.
+        enforce_conditions: refuse norms and learning rates that theorem 2 does not cover, and
+            compute logistic regression in float64. What that rounds (1e-16 of a weight in each
+            step) is small beside learning_rate / B, and not counted. Without it runs are as
+            reproducible, but their sensitivity has no bound.
+        device: where to compute; that of the features by default. Seeds are sampled on the CPU
+        everywhere.
         progress: whether to show a bar; on a terminal by default.
 
     Returns:
-        (data sets, seeds, parameters) tensor on the CPU, with a leading axis for the snapshots if they are given. The
-        parameters: weights, then bias; with a hidden layer the rows (weights, bias) of its units, then those of the
+        (data sets, seeds, parameters) tensor on the CPU, with a leading axis for the snapshots if
+        they are given. The
+        parameters: weights, then bias; with a hidden layer the rows (weights, bias) of its units,
+        then those of the
         output.
 
     Raises:
-        ValueError: bad input; for logistic regression also what breaks the conditions of theorem 2: a row norm above 1
-            (the gradient's bound sqrt(2)), a learning rate above 2 / beta = 4 (steps would no
-            longer be 1-expansive), or one below 1e-9 B (rounding would count).
+        ValueError: bad input; for logistic regression also what breaks the conditions of theorem 2:
+            a row norm above 1 (the gradient's bound sqrt(2)), a learning rate above 2 / beta = 4
+            (steps would no longer be 1-expansive), or one below 1e-9 B (rounding would count).
 
     >>> features = torch.randn(41, 3, generator=torch.Generator().manual_seed(0))
     >>> labels = (features[:, 0] > 0).long()
     >>> features = features / features.norm(dim=1, keepdim=True).clamp(min=1)
-    >>> weights = train_grid(features, labels, data_sets=(0, 5, 7), seeds=range(4), steps=50, batch_size=8,
-    ...                      learning_rate=1)
-    >>> weights.shape           # data sets, seeds, parameters: three weights and the bias
+    >>> weights = train_grid(
+    ...     features,
+    ...     labels,
+    ...     data_sets=(0, 5, 7),
+    ...     seeds=range(4),
+    ...     steps=50,
+    ...     batch_size=8,
+    ...     learning_rate=1,
+    ... )
+    >>> weights.shape  # data sets, seeds, parameters: three weights and the bias
     torch.Size([3, 4, 4])
     """
-    data_sets, seeds = _check_grid(features, labels, data_sets, seeds, math.inf if not enforce_conditions else 1)
+    data_sets, seeds = _check_grid(
+        features, labels, data_sets, seeds, math.inf if not enforce_conditions else 1
+    )
     n = len(features) - 1
     steps = _checks.whole_number("steps", steps, 1)
     batch_size = _checks.whole_number("batch_size", batch_size, 1)
     if batch_size > n:
-        raise ValueError(f"batch_size must be at most the {n} examples of a data set, got {batch_size}")
+        raise ValueError(
+            f"batch_size must be at most the {n} examples of a data set, got {batch_size}"
+        )
     hidden = _checks.whole_number("hidden", hidden, 0)
     learning_rate = _checks.number("learning_rate", learning_rate, 0, math.inf, closed="neither")
     if enforce_conditions and not hidden and learning_rate > 4:
         raise ValueError(
-            "learning_rate must be at most 2 / beta = 4, or a step of SGD is not 1-expansive and theorem 2"
+            "learning_rate must be at most 2 / beta = 4, or a step of SGD is not 1-expansive and "
+            "theorem 2"
             f" fails (logistic loss, norms with the bias up to sqrt(2): beta = 1/2), got "
             f"{learning_rate:g}"
         )
     if enforce_conditions and not hidden and learning_rate < _LEAST_STEP * batch_size:
         raise ValueError(
-            f"learning_rate must be at least {_LEAST_STEP:g} times the batch_size, or the rounding of weights counts"
+            f"learning_rate must be at least {_LEAST_STEP:g} times the batch_size, or the rounding "
+            "of weights counts"
             f" beside the bound of theorem 2, got {learning_rate:g}"
         )
     if isinstance(initialization, str):
         _checks.one_of("initialization", initialization, ("varying", "fixed"))
     else:
         _checks.whole_number("initialization", initialization, 0)
-    stops = [steps] if snapshots is None else [_checks.whole_number("snapshots", s, 0, steps) for s in snapshots]
+    stops = (
+        [steps]
+        if snapshots is None
+        else [_checks.whole_number("snapshots", s, 0, steps) for s in snapshots]
+    )
     device = torch.device(device or features.device)
 
     dtype = torch.float64 if enforce_conditions and not hidden else features.dtype
@@ -125,7 +146,15 @@ def train_grid(
     chunks = [range(i, min(i + size, len(seeds))) for i in range(0, len(seeds), size)]
     with bar(steps * len(seeds), label="SGD", show=progress) as advance:
         for chunk in chunks:
-            runs = _Runs(model, features, labels, data_sets, [seeds[i] for i in chunk], batch_size, initialization)
+            runs = _Runs(
+                model,
+                features,
+                labels,
+                data_sets,
+                [seeds[i] for i in chunk],
+                batch_size,
+                initialization,
+            )
             done = 0
             for stop in sorted(set(stops)):
                 for _ in range(stop - done):
@@ -133,14 +162,17 @@ def train_grid(
                 advance((stop - done) * len(chunk))
                 done = stop
                 for k in (k for k, s in enumerate(stops) if s == stop):
-                    found[k, :, chunk.start : chunk.stop] = model.flat(runs.weights).transpose(0, 1).cpu()
+                    found[k, :, chunk.start : chunk.stop] = (
+                        model.flat(runs.weights).transpose(0, 1).cpu()
+                    )
     return found[0] if snapshots is None else found
 
 
 def initial_weights(features, seed, *, hidden=0):
-    """The weights that a run starts from, (parameters,) float64; `features` is their number d. See `train_grid`.
+    """The weights that a run starts from, (parameters,) float64; `features` is their number d. See
+    `train_grid`.
 
-    >>> initial_weights(3, 0)[-1]           # the bias
+    >>> initial_weights(3, 0)[-1]  # the bias
     tensor(0., dtype=torch.float64)
     """
     model = _Network(hidden) if hidden else _Logistic()
@@ -164,7 +196,11 @@ def _stream(seed):
 
 
 def _check_grid(features, labels, data_sets, seeds, max_norm):
-    if not (torch.is_tensor(features) and features.ndim == 2 and features.dtype in (torch.float32, torch.float64)):
+    if not (
+        torch.is_tensor(features)
+        and features.ndim == 2
+        and features.dtype in (torch.float32, torch.float64)
+    ):
         raise ValueError(
             "features must be a float32 or float64 tensor of shape (n + 1, d), got "
             f"{tuple(features.shape) if hasattr(features, 'shape') else type(features).__name__}"
@@ -175,14 +211,20 @@ def _check_grid(features, labels, data_sets, seeds, max_norm):
             f"{tuple(labels.shape) if hasattr(labels, 'shape') else type(labels).__name__}"
         )
     if not bool(((labels == 0) | (labels == 1)).all()):
-        raise ValueError(f"labels must be 0 or 1, got {labels[(labels != 0) & (labels != 1)][0].item():g}")
+        raise ValueError(
+            f"labels must be 0 or 1, got {labels[(labels != 0) & (labels != 1)][0].item():g}"
+        )
     norms = features.norm(dim=1)
     if not bool(norms.isfinite().all()):
-        raise ValueError(f"features must be finite numbers, got a row of norm {norms[~norms.isfinite()][0].item():g}")
+        raise ValueError(
+            "features must be finite numbers, got a row of norm "
+            f"{norms[~norms.isfinite()][0].item():g}"
+        )
     if not bool((norms <= max_norm + _ROUNDING).all()):
         worst = norms.max().item()
         raise ValueError(
-            "features must have row norms of at most 1, or the loss is not sqrt(2)-Lipschitz and theorem 2"
+            "features must have row norms of at most 1, or the loss is not sqrt(2)-Lipschitz and "
+            "theorem 2"
             f" fails, got {worst:g}"
         )
     data_sets = [_checks.whole_number("data_sets", i, 0, len(features) - 1) for i in data_sets]
@@ -192,7 +234,9 @@ def _check_grid(features, labels, data_sets, seeds, max_norm):
         ("seeds", seeds, "the intrinsic noise is what differs between them"),
     ):
         if len(values) < 2 or len(set(values)) < len(values):
-            raise ValueError(f"{name} must be two or more different numbers, since {why}, got {values!r}")
+            raise ValueError(
+                f"{name} must be two or more different numbers, since {why}, got {values!r}"
+            )
     return data_sets, seeds
 
 
@@ -200,14 +244,21 @@ class _Runs:
     """The runs of some seeds on all data sets: weights[k] is (seeds, data sets, ...)."""
 
     def __init__(self, model, features, labels, data_sets, seeds, batch_size, initialization):
-        self.model, self.features, self.labels, self.batch_size = model, features, labels, batch_size
+        self.model, self.features, self.labels, self.batch_size = (
+            model,
+            features,
+            labels,
+            batch_size,
+        )
         self.generators = [_stream(seed) for seed in seeds]
         starts = [model.start(features.shape[1], generator) for generator in self.generators]
         if initialization != "varying":
             start = _stream(0 if initialization == "fixed" else initialization)
             starts = [model.start(features.shape[1], start)] * len(seeds)
         self.weights = [
-            torch.stack(layer)[:, None].repeat(1, len(data_sets), *[1] * (layer[0].ndim)).to(features)
+            torch.stack(layer)[:, None]
+            .repeat(1, len(data_sets), *[1] * (layer[0].ndim))
+            .to(features)
             for layer in zip(*starts)
         ]
         self.replaced = torch.tensor(data_sets)
@@ -230,13 +281,19 @@ class _Runs:
         self.model.update(self.weights, x, residual, memory, rate)
 
     def epoch(self):
-        """The examples of each batch with a last 0, (seeds, B + 1), and where replaced examples are."""
+        """The examples of each batch with a last 0, (seeds, B + 1), and where replaced examples
+        are.
+        """
         n, size, device = len(self.features) - 1, self.batch_size, self.features.device
-        order = torch.stack([torch.randperm(n, generator=generator) for generator in self.generators])
+        order = torch.stack(
+            [torch.randperm(n, generator=generator) for generator in self.generators]
+        )
         place = order.new_empty(len(order), n).scatter_(1, order, torch.arange(n).expand_as(order))
         # Data set 0 replaces nothing: it waits at a place behind the last batch.
         batches = -(-n // size)
-        place = torch.where(self.replaced > 0, place[:, (self.replaced - 1).clamp(min=0)], batches * size)
+        place = torch.where(
+            self.replaced > 0, place[:, (self.replaced - 1).clamp(min=0)], batches * size
+        )
         at, sequence = (place // size).flatten().sort(stable=True)
         seed, data_set = sequence // len(self.replaced), sequence % len(self.replaced)
         hits = torch.stack((seed, data_set, place.flatten()[sequence] % size)).to(device)

@@ -1,36 +1,46 @@
-r"""How private is one point of one data set, against an attacker who sees the models that training went through?
-(Thudi et al. 2024)
+r"""How private is one point of one data set, against an attacker who sees the models that training
+went through? (Thudi et al. 2024)
 
-Per-instance DP fixes the pair of data sets, X and X' = X with the point x, and asks how well the two trainings can be
-distinguished. Everything that a worst case must allow for may then be replaced by what happens on this data. Five
-parts:
+Per-instance DP fixes the pair of data sets, X and X' = X with the point x, and asks how well the
+two trainings can be distinguished. Everything that a worst case must allow for may then be replaced
+by what happens on this data. Five parts:
 
-* one step: `step_divergence` (theorem 3.2, in `steps`), `update_divergence` (theorem 3.6, in `updates`),
-  `holder_epsilon` (corollary 3.1), and what the paper says it has no way to do: `coupled_divergence`, by the
-  distribution of the sensitivity (both in `batches`);
+* one step: `step_divergence` (theorem 3.2, in `steps`), `update_divergence` (theorem 3.6, in
+  `updates`), `holder_epsilon` (corollary 3.1), and what the paper says it has no way to do:
+  `coupled_divergence`, by the distribution of the sensitivity (both in `batches`);
 * `composition`: many steps, by theorem 3.3 (`compose`);
-* `tilted`: many steps, exactly, from a handful of runs in which x enters more often (`tilted_counts`,
-  `exact_composition`);
-* `loss`: the same, at the delta that was asked for, by runs of several proposals (`proposal_counts` in `proposals`,
-  `loss_epsilon`);
+* `tilted`: many steps, exactly, from a handful of runs in which x enters more often
+  (`tilted_counts`, `exact_composition`);
+* `loss`: the same, at the delta that was asked for, by runs of several proposals (`proposal_counts`
+  in `proposals`, `loss_epsilon`);
 * `unlearning`: retrain, or keep the model? (`naive_unlearning`).
 
-Neighbouring relation: add or remove the point x; "remove" is the divergence of training with x from training without,
-"add" the other way round. Sampler: Poisson. Divergences are in nats. What is a bound and what an estimate is said with
-each: an expectation that is replaced by a mean over runs makes an estimate, `confidence` an upper confidence bound.
-Whatever the number, it holds for this X and this x alone, and publishing it may tell of both.
+Neighbouring relation: add or remove the point x; "remove" is the divergence of training with x from
+training without, "add" the other way round. Sampler: Poisson. Divergences are in nats. What is a
+bound and what an estimate is said with each: an expectation that is replaced by a mean over runs
+makes an estimate, `confidence` an upper confidence bound. Whatever the number, it holds for this X
+and this x alone, and publishing it may tell of both.
 
 >>> import torch
 >>> from dpcompanion.accounting import rdp_to_epsilon
 >>> from dpcompanion.per_instance import step_divergence
->>> norms = torch.tensor([1.0, 0.5, 0.1])             # three points, whose gradients keep these norms throughout
+>>> norms = torch.tensor(
+...     [1.0, 0.5, 0.1]
+... )  # three points, whose gradients keep these norms throughout
 >>> orders = [2, 4, 8, 16, 32]
->>> rdp = 1000 * step_divergence(sample_rate=0.01, noise_multiplier=1.0, sensitivity=norms, orders=orders)
+>>> rdp = 1000 * step_divergence(
+...     sample_rate=0.01, noise_multiplier=1.0, sensitivity=norms, orders=orders
+... )
 >>> rdp_to_epsilon(rdp, orders, 1e-5)[0]
 tensor([2.1..., 0.7..., 0.2...], dtype=torch.float64)
 """
 
-from dpcompanion.per_instance.batches import coupled_delta, coupled_divergence, coupled_epsilon, holder_epsilon
+from dpcompanion.per_instance.batches import (
+    coupled_delta,
+    coupled_divergence,
+    coupled_epsilon,
+    holder_epsilon,
+)
 from dpcompanion.per_instance.composition import (
     compose,
     compose_sensitivities,

@@ -1,6 +1,8 @@
-r"""The moment B of "add": :math:`E[r^{1-\alpha}]` of the sampled Gaussian's density ratio, by quadrature.
+r"""The moment B of "add": :math:`E[r^{1-\alpha}]` of the sampled Gaussian's density ratio, by
+quadrature.
 
-`dpcompanion.accounting.rdp` has the moment A of "remove", which has a sum; this one has none at any order.
+`dpcompanion.accounting.rdp` has the moment A of "remove", which has a sum; this one has none at any
+order.
 """
 
 import math
@@ -22,8 +24,9 @@ def log_mass_add(q, sigma, order):
     result[full] = order * power / (2 * sigma[full] ** 2)
     rows = (~full).nonzero()[:, 0]
     q, sigma = q[rows], sigma[rows]
-    # E[r] = 1, so that E[r^-b] - 1 = E[r^-b - 1 + b (r - 1)], whose integrand is never negative. Where sigma is small
-    # nothing cancels in E[r^-b - 1], and the bump of r at 1 / sigma need not be integrated.
+    # E[r] = 1, so that E[r^-b] - 1 = E[r^-b - 1 + b (r - 1)], whose integrand is never negative.
+    # Where sigma is small nothing cancels in E[r^-b - 1], and the bump of r at 1 / sigma need not
+    # be integrated.
     joint = sigma > 0.25
     start, step, count = _add_nodes(q, sigma, power, joint)
     by_count = torch.argsort(count)
@@ -46,9 +49,10 @@ def log_mass_add(q, sigma, order):
 def _add_nodes(q, sigma, power, joint):
     """First node, distance and number of nodes for integrals of r^-power phi.
 
-    The integrand is log-concave with curvature of 1 or more around its mode, so 9 to both sides of the mode hold all
-    of it. In the strip of half-width d around the real axis it grows by exp(power d^2 / 8 sigma^2 + d^2 / 2) at most,
-    and it is analytic up to pi sigma: with the distances below the rule errs by less than 1e-14.
+    The integrand is log-concave with curvature of 1 or more around its mode, so 9 to both sides of
+    the mode hold all of it. In the strip of half-width d around the real axis it grows by exp(power
+    d^2 / 8 sigma^2 + d^2 / 2) at most, and it is analytic up to pi sigma: with the distances below
+    the rule errs by less than 1e-14.
     """
     start = add_mode(q, sigma, power) - _TAIL
     end = torch.where(joint, 1 / sigma, 0.0) + _TAIL
@@ -57,7 +61,9 @@ def _add_nodes(q, sigma, power, joint):
 
 
 def add_mode(q, sigma, power):
-    """The t at which r(t)^-power phi(t) is largest: the root of t + power / sigma * w(t), w the share of q e^u in r."""
+    """The t at which r(t)^-power phi(t) is largest: the root of t + power / sigma * w(t), w the
+    share of q e^u in r.
+    """
     log_odds = torch.log(q) - torch.log1p(-q) - 0.5 / sigma**2
 
     def above(t):

@@ -2,11 +2,13 @@
 
 It stands on the library, which knows nothing of it.
 
-* `published`: the papers' numbers; `records`: what runs leave behind; `intervals`: what a few of them say;
-* `storage`, `pieces`, `provenance`: how records lie on the disk, how a run that was interrupted goes on, and what it
-  was made with;
-* `experiments`: the registry, one experiment for each exhibit that computes; `runs`: what one sees of its run;
-  `papers`: the experiments;
-* `comparison`, `findings`, `states`, `scoreboard`: how ours stand beside the printed; `plotting`: how it looks;
+* `published`: the papers' numbers; `records`: what runs leave behind; `intervals`: what a few of
+  them say;
+* `storage`, `pieces`, `provenance`: how records lie on the disk, how a run that was interrupted
+  goes on, and what it was made with;
+* `experiments`: the registry, one experiment for each exhibit that computes; `runs`: what one sees
+  of its run; `papers`: the experiments;
+* `comparison`, `findings`, `states`, `scoreboard`: how ours stand beside the printed; `plotting`:
+  how it looks;
 * `chapters`: what a chapter of the book calls.
 """

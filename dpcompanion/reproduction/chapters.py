@@ -1,14 +1,17 @@
-"""What the two pages of a paper call: an exhibit computed now, as it was recorded, and how both stand beside the print.
+"""What the two pages of a paper call: an exhibit computed now, as it was recorded, and how both
+stand beside the print.
 
-The *chapter*, `book/papers/idp-sgd.md`, tells the paper's argument, with the few exhibits that carry it::
+The *chapter*, `book/papers/idp-sgd.md`, tells the paper's argument, with the few exhibits that
+carry it::
 
     chapter = Chapter("idp-sgd")
     table_2 = chapter.live("table-2")
     chapter.show("table-2")
 
-The *exhibits page*, `book/papers/idp-sgd-exhibits.md`, has every exhibit that `published` knows, in the paper's order
-(a test holds it to that), each with an anchor that the scoreboard links to, a heading, two to four sentences of our own
-and one cell; a figure comes before it, in a cell of its own::
+The *exhibits page*, `book/papers/idp-sgd-exhibits.md`, has every exhibit that `published` knows, in
+the paper's order (a test holds it to that), each with an anchor that the scoreboard links to, a
+heading, two to four sentences of our own and one cell; a figure comes before it, in a cell of its
+own::
 
     (idp-sgd-table-2)=
     ## Table 2: accuracy
@@ -21,14 +24,16 @@ and one cell; a figure comes before it, in a cell of its own::
     exhibits.show("table-2", labels=labeled)
     ```
 
-The anchor is the paper's slug, a hyphen and the exhibit's id, and `exhibits = Exhibits("idp-sgd")` stands in the first
-cell. The one call shows the printed numbers beside recorded and live ones, the verdicts in a line of marks, each
-criterion in a line that unfolds, what remains, and the command. Where the live run has another task than the paper, a
-column shows its numbers unjudged: `show("table-9", live={"sample": "91.2 \u00b1 0.3"}, task="4,000 digits")`.
+The anchor is the paper's slug, a hyphen and the exhibit's id, and `exhibits = Exhibits("idp-sgd")`
+stands in the first cell. The one call shows the printed numbers beside recorded and live ones, the
+verdicts in a line of marks, each criterion in a line that unfolds, what remains, and the command.
+Where the live run has another task than the paper, a column shows its numbers unjudged:
+`show("table-9", live={"sample": "91.2 \u00b1 0.3"}, task="4,000 digits")`.
 
-Both pages stand side by side in `_toc.yml`, the exhibits as a section of the chapter. `tools/notebooks.py` executes
-them in turn, and what the first computes live the second reads: in the folder that DPCOMPANION_LIVE names,
-records of live runs are kept. Without it every page computes all that it shows.
+Both pages stand side by side in `_toc.yml`, the exhibits as a section of the chapter.
+`tools/notebooks.py` executes them in turn, and what the first computes live the second reads: in
+the folder that DPCOMPANION_LIVE names, records of live runs are kept. Without it every page
+computes all that it shows.
 
 >>> chapter = Chapter("intrinsic-privacy")
 >>> sorted(chapter.recorded("claims-1-2").config)
@@ -42,7 +47,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dpcompanion import _checks
-from dpcompanion.reproduction import comparison, experiments, plotting, published, records, scoreboard, states
+from dpcompanion.reproduction import (
+    comparison,
+    experiments,
+    plotting,
+    published,
+    records,
+    scoreboard,
+    states,
+)
 from dpcompanion.reproduction.findings import Findings, unfolding
 from dpcompanion.reproduction.records import Record
 
@@ -68,8 +81,10 @@ class Chapter:
         return published.exhibit(exhibit if "/" in exhibit else f"{self.paper}/{exhibit}").name
 
     def live(self, exhibit: str) -> Record:
-        """The `Record` of the exhibit, computed now (once, however often it is asked for), with the preset of
-        `experiments.default_preset`; see the module's text for what another page of the paper has computed."""
+        """The `Record` of the exhibit, computed now (once, however often it is asked for), with the
+        preset of `experiments.default_preset`; see the module's text for what another page of the
+        paper has computed.
+        """
         name = self.name(exhibit)
         if name not in self._live:
             self._live[name] = _computed(name)
@@ -95,11 +110,16 @@ class Chapter:
         """Qualitative findings held against their criteria, or None where there are none.
 
         Args:
-            found: a record, or a dict as `both` gives, of records or lists of them; None where nothing is recorded.
+            found: a record, or a dict as `both` gives, of records or lists of them; None where
+            nothing is recorded.
             exhibit: whose findings; by default those of the exhibit that the record is named after.
         """
         by_kind = found if isinstance(found, Mapping) else {"": found}
-        kinds = {kind: each if isinstance(each, list) else [each] for kind, each in by_kind.items() if each}
+        kinds = {
+            kind: each if isinstance(each, list) else [each]
+            for kind, each in by_kind.items()
+            if each
+        }
         judged = [
             (kind, experiments.findings(record, exhibit and self.name(exhibit)))
             for kind, each in kinds.items()
@@ -122,13 +142,15 @@ class Chapter:
         stale: bool | None = None,
         **options: Any,
     ) -> comparison.Comparison:
-        """The printed numbers beside ours, a `comparison.Comparison`; a stale record is said to be stale.
+        """The printed numbers beside ours, a `comparison.Comparison`; a stale record is said to be
+        stale.
 
         Args:
             exhibit: its name.
             live, recorded: a record, or dotted name -> number.
             keys: which rows; by default all that the paper prints.
-            labels: dotted name -> what the first column says, or a function that makes that of the keys.
+            labels: dotted name -> what the first column says, or a function that makes that of the
+            keys.
             stale: whether `recorded` is stale; by default what a record's experiment says of it.
             options: of `comparison.compare`.
         """
@@ -156,31 +178,41 @@ class Chapter:
         labels: Labels | None = None,
         **options: Any,
     ) -> "Shown":
-        """The exhibit in one output: the printed numbers beside ours, the verdicts in a line, findings, what remains.
+        """The exhibit in one output: the printed numbers beside ours, the verdicts in a line,
+        findings, what remains.
 
-        Recorded numbers are those that the scoreboard counts: of the exhibit's own record and of its parts.
+        Recorded numbers are those that the scoreboard counts: of the exhibit's own record and of
+        its parts.
 
         Args:
             exhibit: its name.
-            live: a record to show beside the recorded one, or dotted name -> number or text for the column of live
-                numbers; True computes what the exhibit is judged by.
-            task: what the live numbers are of, see `comparison.compare`; a record keeps them as "mnist-5k.sample", say.
+            live: a record to show beside the recorded one, or dotted name -> number or text for the
+                column of live numbers; True computes what the exhibit is judged by.
+            task: what the live numbers are of, see `comparison.compare`; a record keeps them as
+            "mnist-5k.sample", say.
             keys, labels, options: see `compare`.
         """
         name = self.name(exhibit)
-        one, judged_by = scoreboard.exhibit_status(name), [name, *(each.of for each in experiments.criteria(name))]
+        one, judged_by = (
+            scoreboard.exhibit_status(name),
+            [name, *(each.of for each in experiments.criteria(name))],
+        )
         judged_by = list(dict.fromkeys(judged_by))
         found: dict[str, list[Record]] = {}
         if recorded := [record for record in map(self._recorded, judged_by) if record is not None]:
             found["recorded"] = recorded
         if isinstance(live, Record):
             found["live"] = [live]
-        elif live is not None and (computed := [self.live(each) for each in judged_by if _runs_live(each)]):
+        elif live is not None and (
+            computed := [self.live(each) for each in judged_by if _runs_live(each)]
+        ):
             found["live"] = computed
         parts = []
         if published.exhibit(name).flat():
             numbers = self._numbers(name, one, found, live, task)
-            parts += _folded(self.compare(exhibit, keys=keys, labels=labels, task=task, **{**numbers, **options}))
+            parts += _folded(
+                self.compare(exhibit, keys=keys, labels=labels, task=task, **{**numbers, **options})
+            )
         parts += [_verdicts(one), self.findings(found, exhibit)]
         return Shown([*filter(None, parts), *_remains(one)])
 
@@ -192,8 +224,12 @@ class Chapter:
         live: Record | Mapping[str, Any] | bool | None,
         task: str | None,
     ) -> dict[str, Any]:
-        """What `compare` takes: recorded and live numbers, which of them are a stand-in's, and what is stale."""
-        own = {kind: record for kind, each in found.items() for record in each if record.name == name}
+        """What `compare` takes: recorded and live numbers, which of them are a stand-in's, and what
+        is stale.
+        """
+        own = {
+            kind: record for kind, each in found.items() for record in each if record.name == name
+        }
         recorded = [each for each in (own.get("recorded"), *one.evidence.parts) if each is not None]
         values, stand_in = states.values_of(one.exhibit, own.get("recorded"), one.evidence.parts)
         numbers: dict[str, Any] = {"recorded": values} if recorded else {}
@@ -209,18 +245,29 @@ class Chapter:
         return self.recorded(name) if name in experiments.names() else None
 
     def remains(self, exhibit: str) -> "Shown":
-        """What is left to run of an exhibit, and the command that runs it; empty where nothing is."""
+        """What is left to run of an exhibit, and the command that runs it; empty where nothing
+        is.
+        """
         return Shown(_remains(scoreboard.exhibit_status(self.name(exhibit))))
 
     def source(self, *what: Any) -> "Source":
-        """The code of experiments (by the names of their exhibits), functions and classes, as it is run."""
-        return Source([experiments.get(self.name(each)).function if isinstance(each, str) else each for each in what])
+        """The code of experiments (by the names of their exhibits), functions and classes, as it is
+        run.
+        """
+        return Source(
+            [
+                experiments.get(self.name(each)).function if isinstance(each, str) else each
+                for each in what
+            ]
+        )
 
 
 class Exhibits(Chapter):
     """The same for a paper's page of exhibits, where `show` computes what can be computed live."""
 
-    def show(self, exhibit: str, *, live: Record | Mapping[str, Any] | bool | None = True, **options: Any) -> "Shown":
+    def show(
+        self, exhibit: str, *, live: Record | Mapping[str, Any] | bool | None = True, **options: Any
+    ) -> "Shown":
         """See `Chapter.show`."""
         return super().show(exhibit, live=live, **options)
 
@@ -231,7 +278,10 @@ def _is_stale(record: Record) -> bool:
 
 def _runs_live(name: str) -> bool:
     """Whether an experiment has the preset that notebooks run with."""
-    return name in experiments.names() and experiments.default_preset() in experiments.get(name).presets
+    return (
+        name in experiments.names()
+        and experiments.default_preset() in experiments.get(name).presets
+    )
 
 
 def _under_printed_names(record: Record) -> dict[str, Any]:
@@ -244,7 +294,9 @@ def _under_printed_names(record: Record) -> dict[str, Any]:
 
 
 def _computed(name: str) -> Record:
-    """The record of a live run, as it is read back from the disk: from the folder that the pages of a paper share."""
+    """The record of a live run, as it is read back from the disk: from the folder that the pages of
+    a paper share.
+    """
     with tempfile.TemporaryDirectory() as own:
         folder, preset = os.environ.get("DPCOMPANION_LIVE") or own, experiments.default_preset()
         kept = records.find(name, preset, folder)
@@ -255,7 +307,9 @@ def _computed(name: str) -> Record:
 
 
 def _verdicts(one: scoreboard.ExhibitStatus) -> str:
-    """How an exhibit stands, in one line of marks, on what it rests and how that was made; empty if nothing was run."""
+    """How an exhibit stands, in one line of marks, on what it rests and how that was made; empty if
+    nothing was run.
+    """
     if one.state == "not run":
         return ""
     said = f"**{one.state.capitalize()}** ({one.basis}){f': {one.marked}' if one.marked else ''}."
@@ -263,7 +317,11 @@ def _verdicts(one: scoreboard.ExhibitStatus) -> str:
     if record is not None and record.preset == "paper":
         made = (record, *one.evidence.parts)
         commands = ", ".join(dict.fromkeys(f"`{each.command}`" for each in made))
-        earlier = ", with the draws of an earlier version" if any(each.has_earlier_draws for each in made) else ""
+        earlier = (
+            ", with the draws of an earlier version"
+            if any(each.has_earlier_draws for each in made)
+            else ""
+        )
         return f"{said} Made by {commands}{earlier}."
     if one.exhibit.tests and one.basis == "tests":
         files = dict.fromkeys(test.partition("::")[0] for test in one.exhibit.tests)
@@ -274,7 +332,10 @@ def _verdicts(one: scoreboard.ExhibitStatus) -> str:
 def _remains(one: scoreboard.ExhibitStatus) -> list[str]:
     """What is left to run, and the command, as parts."""
     if one.to_do is None:
-        return [f"Undecided: {what}. More seeds: `{how}`." for what, how in filter(None, [one.more_seeds])]
+        return [
+            f"Undecided: {what}. More seeds: `{how}`."
+            for what, how in filter(None, [one.more_seeds])
+        ]
     what, how = one.to_do
     return [f"Not run: {what}: {f'`{how}`' if how.startswith('dpcompanion') else how}."]
 
@@ -286,7 +347,9 @@ def _folded(made: comparison.Comparison) -> "list[comparison.Comparison | Unfold
     ours = made.only(lambda row: row.recorded is not None or row.live is not None)
     rest = made.only(lambda row: row.recorded is None and row.live is None)
     parts = [
-        ours if len(ours.rows) <= ROWS else Unfolding(f"{len(ours.rows)} numbers, printed and ours", ours),
+        ours
+        if len(ours.rows) <= ROWS
+        else Unfolding(f"{len(ours.rows)} numbers, printed and ours", ours),
         Unfolding(f"{len(rest.rows)} printed numbers of what was not run", rest),
     ]
     return [part for part, made in zip(parts, (ours, rest)) if made.rows]
@@ -315,11 +378,14 @@ class Shown:
         return "\n\n".join(part if isinstance(part, str) else repr(part) for part in self.parts)
 
     def _repr_markdown_(self) -> str:
-        return "\n\n".join(part if isinstance(part, str) else part._repr_markdown_() for part in self.parts)
+        return "\n\n".join(
+            part if isinstance(part, str) else part._repr_markdown_() for part in self.parts
+        )
 
     def _ipython_display_(self) -> None:
         if self.parts:
-            raise NotImplementedError  # by which a notebook knows that it is to show an object in the usual way
+            # by which a notebook knows that it is to show an object in the usual way
+            raise NotImplementedError
 
 
 class Source:
@@ -337,11 +403,15 @@ class Source:
         return "\n".join(map(inspect.getsource, self.functions)).rstrip()
 
     def _repr_markdown_(self) -> str:
-        return "\n".join(f"```python\n{inspect.getsource(function)}```" for function in self.functions)
+        return "\n".join(
+            f"```python\n{inspect.getsource(function)}```" for function in self.functions
+        )
 
 
 def table(
-    heads: Sequence[object], rows: Iterable[tuple[str, Sequence[Any]]], kinds: Sequence[str | None] | None = None
+    heads: Sequence[object],
+    rows: Iterable[tuple[str, Sequence[Any]]],
+    kinds: Sequence[str | None] | None = None,
 ) -> comparison.Table:
     """A `comparison.Table` of (kind, cells), kind being "recorded" or "live".
 
@@ -358,15 +428,19 @@ def table(
     )
 
 
-def rows_of(found: Mapping[str, Any], make: Callable[[Any], Iterable[Sequence[Any]]]) -> dict[str, list[Any]]:
-    """The rows that `make` gives for the record of each kind, as a table's `rows` and `row_kinds`; of (kind, record)
-    pairs where there are several of a kind.
+def rows_of(
+    found: Mapping[str, Any], make: Callable[[Any], Iterable[Sequence[Any]]]
+) -> dict[str, list[Any]]:
+    """The rows that `make` gives for the record of each kind, as a table's `rows` and `row_kinds`;
+    of (kind, record) pairs where there are several of a kind.
 
     >>> rows_of({"live": 3}, lambda record: [["a", record]])
     {'rows': [['a (live)', 3]], 'row_kinds': ['live']}
     """
     pairs = found.items() if isinstance(found, dict) else found
-    rows = [(kind, [f"{row[0]} ({kind})", *row[1:]]) for kind, record in pairs for row in make(record)]
+    rows = [
+        (kind, [f"{row[0]} ({kind})", *row[1:]]) for kind, record in pairs for row in make(record)
+    ]
     return {"rows": [row for _, row in rows], "row_kinds": [kind for kind, _ in rows]}
 
 

@@ -1,4 +1,5 @@
-"""The table that every chapter uses: published, recorded and live numbers in columns, with deviations and verdicts.
+"""The table that every chapter uses: published, recorded and live numbers in columns, with
+deviations and verdicts.
 
 >>> compare("idp-sgd/table-5", live={"mnist.sigma": 3.4247, "svhn.sigma": 2.7460})
                 published     live    verdict
@@ -26,7 +27,9 @@ KINDS = ("published", "recorded", "live")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One number of the table; None where a kind is missing.  `ours` is held against the published one."""
+    """One number of the table; None where a kind is missing. `ours` is held against the published
+    one.
+    """
 
     label: str
     published: Any = None
@@ -41,8 +44,13 @@ class Comparison:
 
     def __init__(self, rows: Iterable[Row], stale: bool = False, task: str | None = None):
         self.rows = tuple(rows)
-        self._kinds = [kind for kind in KINDS if any(getattr(row, kind) is not None for row in self.rows)]
-        heads = {"recorded": "recorded (stale)" if stale else "recorded", "live": f"live: {task}" if task else "live"}
+        self._kinds = [
+            kind for kind in KINDS if any(getattr(row, kind) is not None for row in self.rows)
+        ]
+        heads = {
+            "recorded": "recorded (stale)" if stale else "recorded",
+            "live": f"live: {task}" if task else "live",
+        }
         self._heads = ["", *(heads.get(kind, kind) for kind in self._kinds), "verdict"]
         self._stale, self._task = stale, task
 
@@ -53,7 +61,9 @@ class Comparison:
     def counts(self) -> dict[str, int]:
         """How many rows have which verdict.
 
-        >>> compare("idp-sgd/table-5", live={"mnist.sigma": 3.4247, "mnist.iterations": 9375}).counts()
+        >>> compare(
+        ...     "idp-sgd/table-5", live={"mnist.sigma": 3.4247, "mnist.iterations": 9375}
+        ... ).counts()
         {'matches': 1, 'close': 1}
         """
         found = [row.verdict for row in self.rows]
@@ -66,7 +76,13 @@ class Comparison:
     def __repr__(self) -> str:
         lines = [self._heads]
         for row in self.rows:
-            lines.append([row.label, *self._cells(row), ", ".join(filter(None, (row.verdict, row.deviation)))])
+            lines.append(
+                [
+                    row.label,
+                    *self._cells(row),
+                    ", ".join(filter(None, (row.verdict, row.deviation))),
+                ]
+            )
         return _aligned(lines, "<" + ">" * len(self._kinds) + "<")
 
     def _repr_markdown_(self) -> str:
@@ -76,7 +92,8 @@ class Comparison:
         ]
         for row in self.rows:
             cells = [
-                f"[{_literal(cell)}]{{.{kind}}}" if cell else " " for kind, cell in zip(self._kinds, self._cells(row))
+                f"[{_literal(cell)}]{{.{kind}}}" if cell else " "
+                for kind, cell in zip(self._kinds, self._cells(row))
             ]
             word = f"[{row.verdict}]{{.{row.verdict.replace(' ', '-')}}}" if row.verdict else ""
             outcome = " ".join(filter(None, (word, row.deviation)))
@@ -90,8 +107,8 @@ class Table:
     Args:
         heads: the column heads; the first may be empty.
         rows: sequences of cells, each a string or a number (shown with four significant digits).
-        kinds: for each column after the first, "published", "recorded", "live", None for plain words, or "row" where it
-            is the row that says.
+        kinds: for each column after the first, "published", "recorded", "live", None for plain
+            words, or "row" where it is the row that says.
         row_kinds: the kind of each row, for columns of the kind "row".
 
     Raises:
@@ -113,7 +130,9 @@ class Table:
     ):
         self.heads, self.kinds = [str(head) for head in heads], list(kinds)
         self.rows = [[_shown(cell, None) for cell in row] for row in rows]
-        self.row_kinds: list[str | None] = [None] * len(self.rows) if row_kinds is None else list(row_kinds)
+        self.row_kinds: list[str | None] = (
+            [None] * len(self.rows) if row_kinds is None else list(row_kinds)
+        )
         _checks.same_length(**{"heads[1:]": self.heads[1:], "kinds": self.kinds})
         _checks.same_length(rows=self.rows, row_kinds=self.row_kinds)
         for row in self.rows:
@@ -124,24 +143,36 @@ class Table:
             _checks.one_of("row_kinds", kind, KINDS if "row" in self.kinds else (*KINDS, None))
 
     def __repr__(self) -> str:
-        return _aligned([self.heads, *self.rows], "<" + "".join(">" if kind else "<" for kind in self.kinds))
+        return _aligned(
+            [self.heads, *self.rows], "<" + "".join(">" if kind else "<" for kind in self.kinds)
+        )
 
     def _repr_markdown_(self) -> str:
         heads = [_literal(head) or " " for head in self.heads]
-        lines = ["| " + " | ".join(heads) + " |", "|:--|" + "".join("--:|" if kind else ":--|" for kind in self.kinds)]
+        lines = [
+            "| " + " | ".join(heads) + " |",
+            "|:--|" + "".join("--:|" if kind else ":--|" for kind in self.kinds),
+        ]
         for (word, *cells), row_kind in zip(self.rows, self.row_kinds):
             kinds = [row_kind if kind == "row" else kind for kind in self.kinds]
             word, *cells = (_literal(cell) for cell in (word, *cells))
-            cells = [f"[{cell}]{{.{kind}}}" if kind and cell else cell or " " for kind, cell in zip(kinds, cells)]
+            cells = [
+                f"[{cell}]{{.{kind}}}" if kind and cell else cell or " "
+                for kind, cell in zip(kinds, cells)
+            ]
             lines.append("| " + " | ".join([word, *cells]) + " |")
         return "\n".join(lines)
 
 
 def _aligned(lines: Sequence[Sequence[str]], sides: str) -> str:
-    """Lines of cells as text in columns; `sides` says for each column whether it stands left (<) or right (>)."""
+    """Lines of cells as text in columns; `sides` says for each column whether it stands left (<) or
+    right (>).
+    """
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join(
-        "    ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths)).rstrip()
+        "    ".join(
+            f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths)
+        ).rstrip()
         for line in lines
     )
 
@@ -163,21 +194,25 @@ def compare(
 
     Args:
         exhibit: its name; None for numbers that no paper printed.
-        live, recorded: dotted name -> number, `MeanSD`, or a list of them where the paper prints a list;
-            either may be a `Record`.
-        keys: which rows, in which order; all that live or recorded hold by default, in the paper's order.
+        live, recorded: dotted name -> number, `MeanSD`, or a list of them where the paper prints a
+            list; either may be a `Record`.
+        keys: which rows, in which order; all that live or recorded hold by default, in the paper's
+        order.
         labels: dotted name -> what the first column says.
-        verdicts: dotted name -> a word of `published.VERDICTS` that replaces the computed one; numbers that
-            `published` knows to be wrong in the paper need none.
-        points: what one percentage point is, see `published.verdict`; by default what the exhibit says of each number.
-        stale: whether `recorded` is stale; the heading then says so, and live numbers are judged before recorded.
-        stand_in: whether ours belong to another network than the paper's, or the names of those that do; they then
-            stand beside the print, and the verdict says "stand-in".
-        task: what the live numbers are of, such as "4,000 digits", where that is not the paper's task; they then stand
-            beside the print under this head, and are not held against it.
+        verdicts: dotted name -> a word of `published.VERDICTS` that replaces the computed one;
+            numbers that `published` knows to be wrong in the paper need none.
+        points: what one percentage point is, see `published.verdict`; by default what the exhibit
+        says of each number.
+        stale: whether `recorded` is stale; the heading then says so, and live numbers are judged
+        before recorded.
+        stand_in: whether ours belong to another network than the paper's, or the names of those
+            that do; they then stand beside the print, and the verdict says "stand-in".
+        task: what the live numbers are of, such as "4,000 digits", where that is not the paper's
+            task; they then stand beside the print under this head, and are not held against it.
 
-    What is held against the paper is the recorded number, which has the paper's scale, and the live one where nothing
-    is recorded.  Raises ValueError for an unknown exhibit, name or verdict, and for lists of another length.
+    What is held against the paper is the recorded number, which has the paper's scale, and the live
+    one where nothing is recorded. Raises ValueError for an unknown exhibit, name or verdict, and
+    for lists of another length.
     """
     paper = published.exhibit(exhibit) if exhibit is not None else None
     printed = paper.flat() if paper else {}
@@ -199,10 +234,14 @@ def compare(
         beside = stand_in if isinstance(stand_in, bool) else key in stand_in
         word = verdicts.get(key) or ("stand-in" if beside else None)
         tolerance = paper.tolerance if paper else 0.1
-        for label, print_, old, new in _entries(labels.get(key, key), printed.get(key), then.get(key), now.get(key)):
+        for label, print_, old, new in _entries(
+            labels.get(key, key), printed.get(key), then.get(key), now.get(key)
+        ):
             candidates = (old,) if task else (new, old) if stale else (old, new)
             ours = next((value for value in candidates if value is not None), None)
-            rows.append(_row(label, print_, old, new, ours, word=word, points=point, tolerance=tolerance))
+            rows.append(
+                _row(label, print_, old, new, ours, word=word, points=point, tolerance=tolerance)
+            )
     return Comparison(rows, stale, task)
 
 
@@ -213,7 +252,11 @@ def _values(found: Record | Mapping[str, Any] | None) -> dict[str, Any]:
 def _entries(label: str, printed: Any, recorded: Any, live: Any) -> list[tuple[str, Any, Any, Any]]:
     """The rows of one name: one, or one for each entry of a list."""
     values = (printed, recorded, live)
-    lists = [value for value in values if isinstance(value, (list, tuple)) and not isinstance(value, MeanSD)]
+    lists = [
+        value
+        for value in values
+        if isinstance(value, (list, tuple)) and not isinstance(value, MeanSD)
+    ]
     if not lists:
         return [(label, *values)]
     if (
@@ -228,7 +271,15 @@ def _entries(label: str, printed: Any, recorded: Any, live: Any) -> list[tuple[s
 
 
 def _row(
-    label: str, paper: Any, recorded: Any, live: Any, ours: Any, *, word: str | None, points: float, tolerance: float
+    label: str,
+    paper: Any,
+    recorded: Any,
+    live: Any,
+    ours: Any,
+    *,
+    word: str | None,
+    points: float,
+    tolerance: float,
 ) -> Row:
     """A row, in which `ours` is held against the paper."""
     deviation = ""
@@ -236,10 +287,17 @@ def _row(
         word = None  # nothing stands beside anything
     if isinstance(paper, float) and _is_number(ours):
         mean, sd = _mean(ours), _sd(ours)
-        word = word or published.verdict(mean, paper, sd_ours=sd, points=points, tolerance=tolerance)
+        word = word or published.verdict(
+            mean, paper, sd_ours=sd, points=points, tolerance=tolerance
+        )
         deviation = _deviation(mean, paper, points) if word != "stand-in" else ""
     return Row(
-        label, paper, recorded, live, word or ("not run" if paper is not None and ours is None else ""), deviation
+        label,
+        paper,
+        recorded,
+        live,
+        word or ("not run" if paper is not None and ours is None else ""),
+        deviation,
     )
 
 
@@ -264,7 +322,13 @@ def _deviation(ours: float, paper: float, points: float) -> str:
     if paper == 0:
         return ""
     percent = 100 * (ours - paper) / abs(paper)
-    return "0%" if abs(percent) < 5e-4 else f"{percent:+.2g}%" if abs(percent) < 100 else f"{percent:+.0f}%"
+    return (
+        "0%"
+        if abs(percent) < 5e-4
+        else f"{percent:+.2g}%"
+        if abs(percent) < 100
+        else f"{percent:+.0f}%"
+    )
 
 
 def _decimals(row: Row) -> int | None:
@@ -284,14 +348,17 @@ def _shown(value: Any, digits: int | None) -> str:
         return str(value)
     mean, sd = _mean(value), _sd(value)
     tiny = digits is not None and digits > 6
-    text = f"{mean:.4g}" if digits is None or tiny or not math.isfinite(mean) else f"{mean:.{digits}f}"
+    text = (
+        f"{mean:.4g}" if digits is None or tiny or not math.isfinite(mean) else f"{mean:.{digits}f}"
+    )
     if not sd:
         return text
     return f"{text}±{sd:.2g}" if digits is None or tiny else f"{text}±{sd:.{digits}f}"
 
 
 def _literal(text: str) -> str:
-    """Text for a cell of a Markdown table; what stands in a record must not become a tag, a link or an image.
+    """Text for a cell of a Markdown table; what stands in a record must not become a tag, a link or
+    an image.
 
     >>> print(_literal("a|b < c <img src=x onerror=alert(1)> [here](javascript:0)"))
     a\\|b < c &lt;img src=x onerror=alert(1)> [here]\\(javascript:0)

@@ -1,4 +1,5 @@
-"""The experiments of the book: each exhibit that computes is one function, registered under the exhibit's name.
+"""The experiments of the book: each exhibit that computes is one function, registered under the
+exhibit's name.
 
     @experiment("idp-sgd/table-5", quick=Table5(), paper=Table5(), version=1)
     def table_5(config, run): ...
@@ -9,8 +10,8 @@ which it asks for data, device and resumable pieces, so that all of them end up 
 the record.  It returns values under the dotted names of the published numbers, or
 a pair (values, arrays).
 
-An experiment declares a version, 1 by default. A change of its code, or the library's, that changes its numbers
-raises it: records of another version are stale.
+An experiment declares a version, 1 by default. A change of its code, or the library's, that changes
+its numbers raises it: records of another version are stale.
 
 >>> record = run("idp-sgd/table-5")
 >>> round(record.values["mnist.sigma"], 2)
@@ -50,7 +51,9 @@ _CRITERIA: "list[Criterion]" = []
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Experiment:
-    """A registered experiment: its exhibit's name, its function, a configuration for each preset, and its version."""
+    """A registered experiment: its exhibit's name, its function, a configuration for each preset,
+    and its version.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -62,7 +65,9 @@ class Experiment:
         """The published title."""
         return published.exhibit(self.name).title
 
-    def record(self, preset: str = "paper", folder: records.Folder | None = None) -> records.Record | None:
+    def record(
+        self, preset: str = "paper", folder: records.Folder | None = None
+    ) -> records.Record | None:
         """The record in the results folder, or None."""
         return records.find(self.name, _checks.one_of("preset", preset, self.presets), folder)
 
@@ -78,18 +83,23 @@ def experiment(name: str, *, version: int = 1, **presets: Any) -> Callable[[_Fun
 
     Args:
         name: the exhibit, such as "idp-sgd/table-5".
-        version: of its code, 1, 2, ...: raised when a change moves its numbers, which makes its records stale.
-        presets: preset -> frozen dataclass, one at least; a field `seeds`, or `seed` where there is no more than one,
-            is what `run(seeds=...)` replaces.
+        version: of its code, 1, 2, ...: raised when a change moves its numbers, which makes its
+        records stale.
+        presets: preset -> frozen dataclass, one at least; a field `seeds`, or `seed` where there is
+            no more than one, is what `run(seeds=...)` replaces.
     """
     published.exhibit(name)
     version = _checks.whole_number("version", version, 1)
     for preset, config in presets.items():
         _checks.one_of("presets", preset, PRESETS)
-        if not (dataclasses.is_dataclass(config) and getattr(config, "__dataclass_params__").frozen):  # noqa: B009
+        parameters = getattr(config, "__dataclass_params__", None)
+        if not (dataclasses.is_dataclass(config) and parameters and parameters.frozen):
             raise ValueError(f"presets must be frozen dataclasses, got {config!r} for {preset!r}")
         if hasattr(config, "seed") and hasattr(config, "seeds"):
-            raise ValueError(f"presets must have a field seed or seeds and not both, got {config!r} for {preset!r}")
+            raise ValueError(
+                f"presets must have a field seed or seeds and not both, got {config!r} for "
+                f"{preset!r}"
+            )
     if not presets or name in _REGISTRY:
         raise ValueError(f"name must be new and have a preset, got {name!r} with {presets!r}")
 
@@ -102,7 +112,9 @@ def experiment(name: str, *, version: int = 1, **presets: Any) -> Callable[[_Fun
 
 @dataclasses.dataclass(frozen=True)
 class Criterion:
-    """What decides a qualitative finding of an exhibit, from the values of a record of the experiment `of`."""
+    """What decides a qualitative finding of an exhibit, from the values of a record of the
+    experiment `of`.
+    """
 
     exhibit: str
     of: str
@@ -120,13 +132,14 @@ def finding(
         name: the exhibit that shows the finding.
         criterion: what must be the case for it to hold, in words.
         of: the experiment whose record it is judged by; by default that of the exhibit itself.
-        kind: whose finding it is, see `published.FINDINGS`: the paper's "claim", a result of our "own", or one that
-            "refutes" the paper. Only claims count as reproduced.
+        kind: whose finding it is, see `published.FINDINGS`: the paper's "claim", a result of our
+            "own", or one that "refutes" the paper. Only claims count as reproduced.
 
-    The function that follows takes a `Record` and yields (where, our numbers in words, outcome). An outcome that rests
-    on chance comes from the statistic's interval over seeds, examples or groups, see `intervals`, and is
-    "undecided" where that lies on both sides of the criterion, or where the record holds too little for one. What is
-    not random, such as a theorem that is checked exactly, may yield a truth value::
+    The function that follows takes a `Record` and yields (where, our numbers in words, outcome). An
+    outcome that rests on chance comes from the statistic's interval over seeds, examples or groups,
+    see `intervals`, and is "undecided" where that lies on both sides of the criterion, or where the
+    record holds too little for one. What is not random, such as a theorem that is checked exactly,
+    may yield a truth value::
 
         @finding("idp-sgd/table-9", "Sample is ahead of DP-SGD")
         def many_groups_gain(record):
@@ -145,23 +158,30 @@ def finding(
 
 
 def ask_also(exhibit: str, *, of: str, under: str | None = None) -> None:
-    """Judge an exhibit by the record of another experiment, too, such as that of a part with the paper's own network.
+    """Judge an exhibit by the record of another experiment, too, such as that of a part with the
+    paper's own network.
 
-    Registers the criteria of the exhibit that are there by now once more: all but those that are judged by a part
-    (`published.Exhibit.part_of`), which were asked of it alone, or came from here.
+    Registers the criteria of the exhibit that are there by now once more: all but those that are
+    judged by a part (`published.Exhibit.part_of`), which were asked of it alone, or came from here.
 
     Args:
         exhibit: whose criteria.
         of: the experiment whose record they are judged by.
-        under: the exhibit that these findings are shown with; by default the one that has the criteria.
+        under: the exhibit that these findings are shown with; by default the one that has the
+        criteria.
 
     Raises:
-        ValueError: for unknown names, and where there are no criteria yet, which comes of the order of imports.
+        ValueError: for unknown names, and where there are no criteria yet, which comes of the order
+        of imports.
     """
     published.exhibit(exhibit)
-    asked = [one for one in _CRITERIA if one.exhibit == exhibit and not published.exhibit(one.of).part_of]
+    asked = [
+        one for one in _CRITERIA if one.exhibit == exhibit and not published.exhibit(one.of).part_of
+    ]
     if not asked:
-        raise ValueError(f"exhibit must have criteria by now that no part is judged by, got {exhibit!r}")
+        raise ValueError(
+            f"exhibit must have criteria by now that no part is judged by, got {exhibit!r}"
+        )
     for one in asked:
         finding(under or exhibit, one.text, of=of, kind=one.kind)(one.judge)
 
@@ -178,7 +198,8 @@ def criteria(name: str | None = None) -> list[Criterion]:
 
 @contextlib.contextmanager
 def set_aside(*exhibits: str) -> Iterator[None]:
-    """Do without the experiments and the criteria of these exhibits, so that a test may register its own.
+    """Do without the experiments and the criteria of these exhibits, so that a test may register
+    its own.
 
     Afterwards everything is as before, whatever was registered meanwhile.
 
@@ -203,7 +224,8 @@ def findings(record: records.Record, name: str | None = None) -> Findings:
     """The findings of an exhibit, held against their criteria: a `findings.Findings`.
 
     Args:
-        record: of the experiment that they are judged by; what was run at the scale of the paper counts as recorded.
+        record: of the experiment that they are judged by; what was run at the scale of the paper
+        counts as recorded.
         name: the exhibit; by default the one that the record is named after.
     """
     rows = [
@@ -227,12 +249,16 @@ def get(name: str) -> Experiment:
 def names() -> tuple[str, ...]:
     """The names of all experiments, in the order of the papers and their exhibits."""
     _load()
-    return tuple(exhibit.name for exhibit in published.exhibits(ours=True) if exhibit.name in _REGISTRY)
+    return tuple(
+        exhibit.name for exhibit in published.exhibits(ours=True) if exhibit.name in _REGISTRY
+    )
 
 
 def default_preset() -> str:
     """The preset that notebooks run with: `DPCOMPANION_PRESET`, or "quick"."""
-    return _checks.one_of("DPCOMPANION_PRESET", os.environ.get("DPCOMPANION_PRESET") or "quick", PRESETS)
+    return _checks.one_of(
+        "DPCOMPANION_PRESET", os.environ.get("DPCOMPANION_PRESET") or "quick", PRESETS
+    )
 
 
 def run(
@@ -251,18 +277,22 @@ def run(
         name: "idp-sgd/table-5".
         preset: "quick" or "paper"; `default_preset()` by default.
         device: where to compute.
-        out: the folder to write the record into (`records.results_folder()` is the usual one); None writes nothing.
-            With a folder, an interrupted run goes on where it stopped when it is started again.
+        out: the folder to write the record into (`records.results_folder()` is the usual one); None
+            writes nothing. With a folder, an interrupted run goes on where it stopped when it is
+            started again.
         seeds: replaces the configuration's seeds, or its one seed.
-        jobs: how many processes do its pieces; None leaves them to the back end of joblib that is active (Dask, Ray),
-            or else to this process.
-        share: (k, n) to do every n-th piece alone, from the k-th, for a run that n processes with the same folders
-            share; (0, 1) to do none, and to make the record of the pieces that others have done.
+        jobs: how many processes do its pieces; None leaves them to the back end of joblib that is
+            active (Dask, Ray), or else to this process.
+        share: (k, n) to do every n-th piece alone, from the k-th, for a run that n processes with
+            the same folders share; (0, 1) to do none, and to make the record of the pieces that
+            others have done.
 
     Raises:
-        ValueError: before any work, for unknown names and presets, for a device or a folder that cannot be used, for
-            seeds, or more of them, than the experiment uses, and for a share without a folder.
-        dpcompanion.reproduction.workers.Missing: where the pieces of other shares are not there yet.
+        ValueError: before any work, for unknown names and presets, for a device or a folder that
+            cannot be used, for seeds, or more of them, than the experiment uses, and for a share
+            without a folder.
+        dpcompanion.reproduction.workers.Missing: where the pieces of other shares are not there
+        yet.
     """
     found = get(name)
     preset = _checks.one_of("preset", preset or default_preset(), found.presets)
@@ -270,22 +300,32 @@ def run(
     if seeds is not None:
         one = hasattr(config, "seed")
         if not (one or hasattr(config, "seeds")):
-            raise ValueError(f"seeds must be left out, since {name} draws nothing at random, got {seeds!r}")
+            raise ValueError(
+                f"seeds must be left out, since {name} draws nothing at random, got {seeds!r}"
+            )
         seeds = tuple(_checks.whole_number("seeds", seed) for seed in seeds)
         if not seeds or len(set(seeds)) < len(seeds):
             raise ValueError(f"seeds must be different whole numbers, one at least, got {seeds!r}")
         if one and len(seeds) > 1:
-            raise ValueError(f"seeds must be a single one, since {name} runs with one seed at a time, got {seeds!r}")
-        config = dataclasses.replace(config, **{"seed": next(iter(seeds))} if one else {"seeds": seeds})
+            raise ValueError(
+                f"seeds must be a single one, since {name} runs with one seed at a time, got "
+                f"{seeds!r}"
+            )
+        config = dataclasses.replace(
+            config, **{"seed": next(iter(seeds))} if one else {"seeds": seeds}
+        )
     device = _device(device)
     if share is not None and out is None:
-        raise ValueError(f"out must be a folder that all shares of a run write to, got None with share {share!r}")
+        raise ValueError(
+            f"out must be a folder that all shares of a run write to, got None with share {share!r}"
+        )
     if out is not None:
         _writable(records.path_of(name, preset, out).parent, out)
     with tempfile.TemporaryDirectory() as scratch:
         path = records.path_of(name, preset, scratch if out is None else out)
         parts = path.with_name(f".{path.stem}.parts")
-        # Asked before the work begins: an edit during a long run is none of the code that made the record.
+        # Asked before the work begins: an edit during a long run is none of the code that made the
+        # record.
         this, made_with = Run(config, device, parts, found.version), provenance.software()
         started = time.perf_counter()
         with contextlib.ExitStack() as spread:
@@ -321,25 +361,37 @@ def run(
     return record
 
 
-def compare(live: records.Record, *, folder: records.Folder | None = None, **options: Any) -> comparison.Comparison:
-    """The table of a live `Record` beside the published numbers and, where there is one, the paper-scale record.
+def compare(
+    live: records.Record, *, folder: records.Folder | None = None, **options: Any
+) -> comparison.Comparison:
+    """The table of a live `Record` beside the published numbers and, where there is one, the
+    paper-scale record.
 
-    `options` go to `dpcompanion.reproduction.comparison.compare`.  A stale record is said to be stale, a stand-in for
-    the paper's network to be one.
+    `options` go to `dpcompanion.reproduction.comparison.compare`. A stale record is said to be
+    stale, a stand-in for the paper's network to be one.
     """
     found = get(live.name)
     recorded = found.record("paper", folder) if "paper" in found.presets else None
     stale = recorded is not None and found.is_stale(recorded)
     judged = live if recorded is None or stale else recorded
     return comparison.compare(
-        live.name, live=live, recorded=recorded, stale=stale, stand_in=is_stand_in(judged), **options
+        live.name,
+        live=live,
+        recorded=recorded,
+        stale=stale,
+        stand_in=is_stand_in(judged),
+        **options,
     )
 
 
 def is_stand_in(record: records.Record, name: str | None = None) -> bool:
-    """Whether a record of runs has none of the networks that its exhibit, or the one called `name`, shows.
+    """Whether a record of runs has none of the networks that its exhibit, or the one called `name`,
+    shows.
 
-    >>> [is_stand_in(records.find(f"individual-accounting/{exhibit}")) for exhibit in ("table-1", "table-2")]
+    >>> [
+    ...     is_stand_in(records.find(f"individual-accounting/{exhibit}"))
+    ...     for exhibit in ("table-1", "table-2")
+    ... ]
     [False, True]
     """
     shown = published.exhibit(name or record.name).networks
@@ -347,7 +399,9 @@ def is_stand_in(record: records.Record, name: str | None = None) -> bool:
 
 
 def networks(record: records.Record) -> set[str]:
-    """The entries `model` of a record's configuration and of the tasks in it, but for those that were not run."""
+    """The entries `model` of a record's configuration and of the tasks in it, but for those that
+    were not run.
+    """
     return set(_networks(record.config, record.values.get("not_run", ())))
 
 
@@ -361,7 +415,9 @@ def _networks(config: Mapping[str, Any], not_run: Sequence[str] = ()) -> Iterato
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A line of the catalogue; `records` maps each preset to "missing", "fresh", "stale" or "damaged"."""
+    """A line of the catalogue; `records` maps each preset to "missing", "fresh", "stale" or
+    "damaged".
+    """
 
     name: str
     title: str
@@ -378,7 +434,9 @@ def catalogue(folder: records.Folder | None = None) -> list[Entry]:
         for preset in found.presets:
             try:
                 record = found.record(preset, folder)
-                states[preset] = "missing" if record is None else "stale" if found.is_stale(record) else "fresh"
+                states[preset] = (
+                    "missing" if record is None else "stale" if found.is_stale(record) else "fresh"
+                )
             except ValueError:
                 states[preset] = "damaged"
         entries.append(Entry(name, found.title, tuple(found.presets), states))
@@ -389,12 +447,16 @@ def _device(device: str | torch.device) -> torch.device:
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ValueError(f"device must be a torch device such as 'cpu' or 'cuda', got {device!r}") from None
+        raise ValueError(
+            f"device must be a torch device such as 'cpu' or 'cuda', got {device!r}"
+        ) from None
     try:
         torch.ones(1, device=device).item()
     except Exception as error:  # each backend has its own way to say that it is not there
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
-        raise ValueError(f"device must be one that computes here, got {str(device)!r} ({reason})") from None
+        raise ValueError(
+            f"device must be one that computes here, got {str(device)!r} ({reason})"
+        ) from None
     return device
 
 
@@ -404,7 +466,9 @@ def _writable(folder: pathlib.Path, out: records.Folder) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(f"out must be a folder that can be written to, got {str(out)!r} ({error.strerror})") from None
+        raise ValueError(
+            f"out must be a folder that can be written to, got {str(out)!r} ({error.strerror})"
+        ) from None
 
 
 def _load(*papers: str) -> None:

@@ -1,13 +1,16 @@
-"""The reproduction for machines: every exhibit with its verdict, and what each file of `results/` is.
+"""The reproduction for machines: every exhibit with its verdict, and what each file of `results/`
+is.
 
     python -m dpcompanion.reproduction.exports
 
 writes `results/exhibits.json`, whose form `results/exhibits.schema.json` describes, and
-`results/ro-crate-metadata.json`, an RO-Crate (https://w3id.org/ro/crate/1.1) of the records: their files, the commands
-that made them, when, and for which paper.  Both follow from the records and the published numbers alone, and a test
-compares them.
+`results/ro-crate-metadata.json`, an RO-Crate (https://w3id.org/ro/crate/1.1) of the records: their
+files, the commands that made them, when, and for which paper. Both follow from the records and the
+published numbers alone, and a test compares them.
 
->>> table_2 = next(one for one in exhibits()["exhibits"] if one["id"] == "intrinsic-privacy/claims-1-2")
+>>> table_2 = next(
+...     one for one in exhibits()["exhibits"] if one["id"] == "intrinsic-privacy/claims-1-2"
+... )
 >>> table_2["state"], table_2["record"]
 ('reproduced', 'intrinsic-privacy/claims-1-2.paper.json')
 """
@@ -28,8 +31,10 @@ def exhibits() -> dict[str, Any]:
     """All exhibits of the five papers with the states and counts of the scoreboard.
 
     Returns:
-        {"papers": each paper's id, title, authors and venue; "states": what the words mean; "exhibits": for each its
-        id, title, state, the counts of its numbers and claims, the record that it is judged by (a file of `results/`,
+        {"papers": each paper's id, title, authors and venue; "states": what the words mean;
+        "exhibits": for each its
+        id, title, state, the counts of its numbers and claims, the record that it is judged by (a
+        file of `results/`,
         or None), what is missing, and its page of the book}.
     """
     return {
@@ -55,7 +60,9 @@ def _exhibit(one: scoreboard.ExhibitStatus) -> dict[str, Any]:
         "claims_of_smaller_runs": outcomes.smaller,
         "claims_of_ours": outcomes.own,
         "refutations": outcomes.refutations,
-        "record": None if record is None or record.preset != "paper" else f"{record.name}.paper.json",
+        "record": None
+        if record is None or record.preset != "paper"
+        else f"{record.name}.paper.json",
         "stale": one.evidence.stale,
         "missing": list(one.evidence.missing),
         "page": None if one.place is None else f"{one.place.page}.html#{one.place.anchor}",
@@ -114,7 +121,12 @@ def _files_of_records() -> Iterator[tuple[records.Record, list[pathlib.Path]]]:
 
 def _described(files: list[tuple[records.Record, list[pathlib.Path]]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [
-        {"@id": "exhibits.json", "@type": "File", "name": "Verdicts", "encodingFormat": "application/json"},
+        {
+            "@id": "exhibits.json",
+            "@type": "File",
+            "name": "Verdicts",
+            "encodingFormat": "application/json",
+        },
         {
             "@id": "exhibits.schema.json",
             "@type": "File",

@@ -1,7 +1,8 @@
-"""Findings held against their criteria, and how a notebook shows them: a line for each criterion, with marks.
+"""Findings held against their criteria, and how a notebook shows them: a line for each criterion,
+with marks.
 
-What a table of numbers is to numbers, see `comparison`, this is to what a paper says in words.  `MARKS` are those of
-all verdicts, on numbers and on findings, and `tally` counts both.
+What a table of numbers is to numbers, see `comparison`, this is to what a paper says in words.
+`MARKS` are those of all verdicts, on numbers and on findings, and `tally` counts both.
 
 >>> Findings([Finding("Adult", "epsilon is below one", "0.97", True)], kind="live")
 epsilon is below one: \u2713 holds (Adult, 0.97)
@@ -56,18 +57,24 @@ class Finding:
 
 def said(finding: Finding) -> str:
     """A finding's criterion, and whose it is where it is not the paper's."""
-    return {"claim": "", "own": "ours: ", "refutes": "against the paper: "}[finding.kind] + finding.criterion
+    return {"claim": "", "own": "ours: ", "refutes": "against the paper: "}[
+        finding.kind
+    ] + finding.criterion
 
 
 class Findings:
-    """Findings and their rendering, see `dpcompanion.reproduction.experiments.findings`: a line for each criterion,
-    with marks, that unfolds where there is more than one row.
+    """Findings and their rendering, see `dpcompanion.reproduction.experiments.findings`: a line for
+    each criterion, with marks, that unfolds where there is more than one row.
 
     Args:
         rows: the findings.
-        kind: "recorded" or "live", or one of them for each row, which the line and the rows then say.
+        kind: "recorded" or "live", or one of them for each row, which the line and the rows then
+        say.
 
-    >>> found = Findings([Finding("Forest", "seeds move weights further than data", "98%", True)], kind="recorded")
+    >>> found = Findings(
+    ...     [Finding("Forest", "seeds move weights further than data", "98%", True)],
+    ...     kind="recorded",
+    ... )
     >>> found
     seeds move weights further than data: \u2713 holds (Forest, 98%)
     >>> found.counts(), found.counts("own")
@@ -84,7 +91,11 @@ class Findings:
 
     def counts(self, kind: str = "claim") -> dict[str, int]:
         """How many findings of a kind hold, fail and are undecided."""
-        words = [row.outcome for row in self.rows if row.kind == _checks.one_of("kind", kind, published.FINDINGS)]
+        words = [
+            row.outcome
+            for row in self.rows
+            if row.kind == _checks.one_of("kind", kind, published.FINDINGS)
+        ]
         return {word: words.count(word) for word in intervals.OUTCOMES if word in words}
 
     def _criteria(self) -> ItemsView[str, dict[str, list[Finding]]]:
@@ -94,8 +105,12 @@ class Findings:
             found.setdefault(said(row), {}).setdefault(kind, []).append(row)
         return found.items()
 
-    def _outcomes(self, by_kind: dict[str, list[Finding]]) -> Iterator[tuple[str, dict[str, int], Finding | None, str]]:
-        """What came out, by kind: (the kind where there are two, counts, the row if it is alone, the kind)."""
+    def _outcomes(
+        self, by_kind: dict[str, list[Finding]]
+    ) -> Iterator[tuple[str, dict[str, int], Finding | None, str]]:
+        """What came out, by kind: (the kind where there are two, counts, the row if it is alone,
+        the kind).
+        """
         alone = all(len(rows) == 1 for rows in by_kind.values())
         for kind, rows in by_kind.items():
             words = [row.outcome for row in rows]
@@ -104,7 +119,14 @@ class Findings:
 
     def _table(self, by_kind: dict[str, list[Finding]], verdict: Callable[[str], str]) -> Table:
         rows = [
-            (kind, [f"{row.where} ({kind})" if self._both else row.where, row.ours, verdict(row.outcome)])
+            (
+                kind,
+                [
+                    f"{row.where} ({kind})" if self._both else row.where,
+                    row.ours,
+                    verdict(row.outcome),
+                ],
+            )
             for kind, each in by_kind.items()
             for row in each
         ]
@@ -119,12 +141,16 @@ class Findings:
         lines = []
         for criterion, by_kind in self._criteria():
             parts = [
-                " ".join(filter(None, (head, tally(counts, alone=bool(row)), row and _in_brackets(row))))
+                " ".join(
+                    filter(None, (head, tally(counts, alone=bool(row)), row and _in_brackets(row)))
+                )
                 for head, counts, row, _ in self._outcomes(by_kind)
             ]
             lines.append(f"{criterion}: {'; '.join(parts)}")
             if any(len(rows) > 1 for rows in by_kind.values()):
-                lines += ["    " + line for line in repr(self._table(by_kind, str)).splitlines()[1:]]
+                lines += [
+                    "    " + line for line in repr(self._table(by_kind, str)).splitlines()[1:]
+                ]
         return "\n".join(lines)
 
     def _repr_markdown_(self) -> str:
@@ -148,7 +174,9 @@ def _unmarked(word: str, text: str) -> str:
     return text
 
 
-def tally(counts: Mapping[str, int], mark: Callable[[str, str], str] = _unmarked, alone: bool = False) -> str:
+def tally(
+    counts: Mapping[str, int], mark: Callable[[str, str], str] = _unmarked, alone: bool = False
+) -> str:
     """Counts of verdicts with their marks; `alone` leaves out the number where there is one only.
 
     >>> tally({"matches": 6, "holds": 1, "not run": 0})
@@ -168,7 +196,9 @@ def tally(counts: Mapping[str, int], mark: Callable[[str, str], str] = _unmarked
     )
 
 
-def _in_brackets(row: Finding, plain: Callable[[str], str] = str, number: Callable[[str], str] = str) -> str:
+def _in_brackets(
+    row: Finding, plain: Callable[[str], str] = str, number: Callable[[str], str] = str
+) -> str:
     words = [shown(text) for shown, text in ((plain, row.where), (number, row.ours)) if text]
     return f"({', '.join(words)})" if words else ""
 

@@ -1,18 +1,20 @@
-"""Intervals for statistics, and what follows from one: a criterion *holds*, *fails*, or stays *undecided*.
+"""Intervals for statistics, and what follows from one: a criterion *holds*, *fails*, or stays
+*undecided*.
 
-A number from one run, or from three, says little without its spread.  Each function here takes what was measured, over
-seeds, examples or groups, and returns an `Interval` that covers the truth in 95 of 100 repetitions (other levels by
-`confidence`); its methods hold it against a criterion.  The outcome is decided where the whole interval lies on one
-side, and only there.
+A number from one run, or from three, says little without its spread. Each function here takes what
+was measured, over seeds, examples or groups, and returns an `Interval` that covers the truth in 95
+of 100 repetitions (other levels by `confidence`); its methods hold it against a criterion. The
+outcome is decided where the whole interval lies on one side, and only there.
 
 >>> gain = difference([97.7, 97.8, 97.6], [96.9, 96.9, 96.5])
 >>> f"{gain:+.1f}", gain.above(0), gain.above(1)
 ('+0.9 (+0.6 to +1.3)', 'holds', 'undecided')
 
-Which function fits?  Few seeds: `mean`, `difference` where the seeds are shared, `unpaired` where they are not.  A
-count of independent cases: `share`.  A correlation: `pearson` from the examples themselves, `rank_correlation` from its
-value and the number of groups, which are few.  A quantile: `quantile`.  Anything else that examples have: `bootstrap`.
-What was measured once has none: `unknown`.
+Which function fits? Few seeds: `mean`, `difference` where the seeds are shared, `unpaired` where
+they are not. A count of independent cases: `share`. A correlation: `pearson` from the examples
+themselves, `rank_correlation` from its value and the number of groups, which are few. A quantile:
+`quantile`. Anything else that examples have: `bootstrap`. What was measured once has none:
+`unknown`.
 """
 
 import dataclasses
@@ -59,8 +61,12 @@ class Interval:
         return "holds" if self.high <= limit else "fails" if self.low > limit else "undecided"
 
     def __sub__(self, other: "Interval") -> "Interval":
-        """The difference of two statistics; it covers at least as often as both together, however they depend."""
-        return Interval(self.estimate - other.estimate, self.low - other.high, self.high - other.low)
+        """The difference of two statistics; it covers at least as often as both together, however
+        they depend.
+        """
+        return Interval(
+            self.estimate - other.estimate, self.low - other.high, self.high - other.low
+        )
 
     def __mul__(self, factor: float) -> "Interval":
         """The statistic in another unit; the factor is known and above 0."""
@@ -81,7 +87,8 @@ class Interval:
 
 
 def outcome(value: bool | np.bool_ | str) -> str:
-    """The word for an outcome: a word of `OUTCOMES` itself, or a truth value for what is not random.
+    """The word for an outcome: a word of `OUTCOMES` itself, or a truth value for what is not
+    random.
 
     Raises ValueError for anything else.
 
@@ -132,12 +139,17 @@ def mean(values: Iterable[float], *, confidence: float = 0.95) -> Interval:
     """
     values = _numbers("values", values)
     centre = math.fsum(values) / len(values)
-    sd = math.sqrt(math.fsum((values - centre) ** 2) / (len(values) - 1)) if len(values) > 1 else math.nan
+    sd = (
+        math.sqrt(math.fsum((values - centre) ** 2) / (len(values) - 1))
+        if len(values) > 1
+        else math.nan
+    )
     return of_summary(centre, sd, len(values), confidence=confidence)
 
 
 def of_summary(mean: float, sd: float, n: int, *, confidence: float = 0.95) -> Interval:
-    """As `mean`, from the mean, the standard deviation (n - 1 in its denominator) and the number of values.
+    """As `mean`, from the mean, the standard deviation (n - 1 in its denominator) and the number of
+    values.
 
     >>> of_summary(97.0, 1.0, 3) == globals()["mean"]([96.0, 97.0, 98.0])
     True
@@ -149,7 +161,9 @@ def of_summary(mean: float, sd: float, n: int, *, confidence: float = 0.95) -> I
     return Interval(float(mean), mean - reach, mean + reach)
 
 
-def difference(first: Iterable[float], second: Iterable[float], *, confidence: float = 0.95) -> Interval:
+def difference(
+    first: Iterable[float], second: Iterable[float], *, confidence: float = 0.95
+) -> Interval:
     """Of the mean of first less second, paired: entry i of both comes from the same seed.
 
     >>> f"{difference([3.0, 5.0, 7.0], [2.0, 4.1, 5.9]):.2f}"
@@ -166,7 +180,8 @@ def unpaired(
     """Of the difference of two means without shared seeds, by Welch's t.
 
     Args:
-        first, second: (mean, standard deviation, number of values) each, such as a `records.MeanSD`.
+        first, second: (mean, standard deviation, number of values) each, such as a
+        `records.MeanSD`.
 
     >>> f"{unpaired((3.0, 0.5, 10), (2.0, 0.5, 10)):.2f}"
     '1.00 (0.53 to 1.47)'
@@ -209,7 +224,8 @@ class Levels(NamedTuple):
 
 
 def level(q: float, n: float, *, confidence: float = 0.95) -> Levels:
-    """The two levels between which a quantile of n values lies, for distributions that are known by a histogram.
+    """The two levels between which a quantile of n values lies, for distributions that are known by
+    a histogram.
 
     >>> level(0.5, 100)
     Levels(low=0.4, high=0.6)
@@ -219,9 +235,11 @@ def level(q: float, n: float, *, confidence: float = 0.95) -> Levels:
 
 
 def quantile(values: Iterable[float], q: float, *, confidence: float = 0.95) -> Interval:
-    """Of a quantile of the population that `values` are sampled from, between two of them: free of any distribution.
+    """Of a quantile of the population that `values` are sampled from, between two of them: free of
+    any distribution.
 
-    Where there are too few values for an end, that end is infinite (Conover, Practical Nonparametric Statistics, 3.2).
+    Where there are too few values for an end, that end is infinite (Conover, Practical
+    Nonparametric Statistics, 3.2).
 
     >>> quantile(range(1, 101), 0.5)
     Interval(estimate=50.5, low=40.0, high=61.0)
@@ -230,7 +248,8 @@ def quantile(values: Iterable[float], q: float, *, confidence: float = 0.95) -> 
     _checks.in_interval("q", q, 0, 1, closed="neither")
     values = np.sort(_numbers("values", values))
     n, tail = len(values), (1 - confidence) / 2
-    # The number of values below the quantile is binomial: ends are the ranks that it leaves with chance `tail` each.
+    # The number of values below the quantile is binomial: ends are the ranks that it leaves with
+    # chance `tail` each.
     below = special.bdtr(np.arange(n), n, q)
     first = int((below <= tail).sum()) - 1  # the largest with P(no more than it below) <= tail
     last = int((below < 1 - tail).sum())  # the smallest with P(more than it below) <= tail
@@ -242,9 +261,11 @@ def quantile(values: Iterable[float], q: float, *, confidence: float = 0.95) -> 
 
 
 def rank_correlation(r: float, n: float, *, confidence: float = 0.95) -> Interval:
-    """Of Spearman's rank correlation over n groups, by Fisher's z with the variance of Bonett and Wright (2000).
+    """Of Spearman's rank correlation over n groups, by Fisher's z with the variance of Bonett and
+    Wright (2000).
 
-    Perfect agreement of few groups is no proof of it: r is moved half a step of what n ranks can show away from 1.
+    Perfect agreement of few groups is no proof of it: r is moved half a step of what n ranks can
+    show away from 1.
 
     >>> f"{rank_correlation(0.62, 10):.2f}", f"{rank_correlation(1.0, 10):.2f}"
     ('0.62 (-0.08 to 0.91)', '1.00 (0.96 to 1.00)')
@@ -261,8 +282,11 @@ def rank_correlation(r: float, n: float, *, confidence: float = 0.95) -> Interva
     return Interval(float(r), min(low, r), max(high, r))
 
 
-def pearson(first: Iterable[float], second: Iterable[float], *, confidence: float = 0.95) -> Interval:
-    """Of Pearson's r over examples, by the bootstrap (pairs are sampled together); unknown where one does not vary.
+def pearson(
+    first: Iterable[float], second: Iterable[float], *, confidence: float = 0.95
+) -> Interval:
+    """Of Pearson's r over examples, by the bootstrap (pairs are sampled together); unknown where
+    one does not vary.
 
     >>> x = np.arange(50.0)
     >>> f"{pearson(x, x + 5 * np.sin(x)):.2f}"
@@ -296,7 +320,8 @@ def bootstrap(
     """Of any statistic of examples, by the percentiles of its values on resampled examples (Efron).
 
     Args:
-        statistic: function of arrays whose last axis runs over the examples; earlier axes run over resamples.
+        statistic: function of arrays whose last axis runs over the examples; earlier axes run over
+        resamples.
         samples: arrays (n,) of the same length; the examples are sampled together from all of them.
         resamples, seed: how many, and the seed that draws them: the same every time.
 
@@ -322,7 +347,11 @@ def bootstrap(
 
 def _numbers(name: str, values: Iterable[float]) -> np.ndarray:
     """A float64 vector, or ValueError."""
-    values = np.asarray(list(values) if not isinstance(values, np.ndarray) else values, dtype=np.float64)
+    values = np.asarray(
+        list(values) if not isinstance(values, np.ndarray) else values, dtype=np.float64
+    )
     if values.ndim != 1 or values.size == 0:
-        raise ValueError(f"{name} must be a vector of one number at least, got an array of shape {values.shape}")
+        raise ValueError(
+            f"{name} must be a vector of one number at least, got an array of shape {values.shape}"
+        )
     return values

@@ -1,6 +1,8 @@
-"""The scoreboard at one glance: a cell for each exhibit, in a row for each paper, that tells its state and leads to it.
+"""The scoreboard at one glance: a cell for each exhibit, in a row for each paper, that tells its
+state and leads to it.
 
-A cell is recognised by its mark as well as by its colour, so that print and eyes without colours lose nothing.
+A cell is recognised by its mark as well as by its colour, so that print and eyes without colours
+lose nothing.
 
 >>> Mosaic(scoreboard.exhibit_statuses("intrinsic-privacy")[:2])
 Hyland and Tople 2020    ✓ ✓
@@ -28,7 +30,8 @@ MARKS = {
 
 
 class Mosaic:
-    """Some statuses as cells, that a notebook shows as links to the exhibits, with a legend that counts them.
+    """Some statuses as cells, that a notebook shows as links to the exhibits, with a legend that
+    counts them.
 
     Args:
         statuses: as of `scoreboard.exhibit_statuses`.
@@ -48,7 +51,8 @@ class Mosaic:
     def __repr__(self) -> str:
         width = max(len(paper.short) for paper, _ in self.rows())
         lines = [
-            f"{paper.short:<{width}}    {' '.join(MARKS[one.state] for one in board)}" for paper, board in self.rows()
+            f"{paper.short:<{width}}    {' '.join(MARKS[one.state] for one in board)}"
+            for paper, board in self.rows()
         ]
         legend = ", ".join(f"{MARKS[state]} {state}: {count}" for state, count in self._counts())
         return "\n".join([*lines, "", legend])
@@ -71,7 +75,9 @@ class Mosaic:
         return "\n".join([*lines, "</ul>", "</div>"])
 
     def _counts(self) -> list[tuple[str, int]]:
-        return [(state, count) for state, count in scoreboard.counts(self.statuses).items() if count]
+        return [
+            (state, count) for state, count in scoreboard.counts(self.statuses).items() if count
+        ]
 
     def _cell(self, one: scoreboard.ExhibitStatus) -> str:
         said = html.escape(f"{scoreboard.label(one.exhibit)}: {one.exhibit.title} ({one.state})")

@@ -1,11 +1,17 @@
-r"""A histogram that moves: one bar chart for each of some times in a run, and a slider between them.
+r"""A histogram that moves: one bar chart for each of some times in a run, and a slider between
+them.
 
 The picture is inline SVG, drawn at its last time, so that it is complete where no script runs;
-`book/_static/moving.js` shows the slider, a native one, and redraws the bars. Words that the slider needs are written
-here, for every time.
+`book/_static/moving.js` shows the slider, a native one, and redraws the bars. Words that the slider
+needs are written here, for every time.
 
->>> MovingHistogram({"epoch 1": [0.1, 0.2, 0.2], "epoch 2": [0.3, 0.4, 0.9]}, {"epoch 1": 0.5, "epoch 2": 1.0},
-...                 bins=4, alt="Two epochs.", caption="Three digits.")
+>>> MovingHistogram(
+...     {"epoch 1": [0.1, 0.2, 0.2], "epoch 2": [0.3, 0.4, 0.9]},
+...     {"epoch 1": 0.5, "epoch 2": 1.0},
+...     bins=4,
+...     alt="Two epochs.",
+...     caption="Three digits.",
+... )
 epoch 1: uniform 0.5, median 0.2, 3 values
 epoch 2: uniform 1, median 0.4, 3 values
 """
@@ -34,7 +40,8 @@ class MovingHistogram:
         unit: what an epsilon is of, in the plural.
 
     Raises:
-        ValueError: no time, or times that differ; epsilons that are negative, not finite, or above the uniform epsilon.
+        ValueError: no time, or times that differ; epsilons that are negative, not finite, or above
+        the uniform epsilon.
     """
 
     def __init__(
@@ -53,16 +60,26 @@ class MovingHistogram:
         if not self.times or list(uniform) != list(self.times):
             raise ValueError(f"uniform must have the times {list(self.times)}, got {list(uniform)}")
         for name, values in self.times.items():
-            if not (len(values) and (values >= 0).all() and (values <= self.uniform[name] * (1 + 1e-9)).all()):
-                raise ValueError(f"times[{name!r}] must hold epsilons from 0 to the uniform {self.uniform[name]:g}")
+            if not (
+                len(values)
+                and (values >= 0).all()
+                and (values <= self.uniform[name] * (1 + 1e-9)).all()
+            ):
+                raise ValueError(
+                    f"times[{name!r}] must hold epsilons from 0 to the uniform "
+                    f"{self.uniform[name]:g}"
+                )
         self.end = 1.06 * max(self.uniform.values())
         self.edges = np.linspace(0, self.end, bins + 1)
-        self.counts = {name: np.histogram(values, self.edges)[0] for name, values in self.times.items()}
+        self.counts = {
+            name: np.histogram(values, self.edges)[0] for name, values in self.times.items()
+        }
         self.alt, self.caption, self.unit = alt, caption, unit
 
     def __repr__(self) -> str:
         return "\n".join(
-            f"{name}: uniform {self.uniform[name]:.3g}, median {np.median(values):.3g}, {len(values)} values"
+            f"{name}: uniform {self.uniform[name]:.3g}, median {np.median(values):.3g}, "
+            f"{len(values)} values"
             for name, values in self.times.items()
         )
 
@@ -73,13 +90,15 @@ class MovingHistogram:
         'a: the uniform epsilon is 0.50, the median of the digits 0.10'
         """
         return (
-            f"{name}: the uniform epsilon is {self.uniform[name]:.2f}, the median of the {self.unit} "
+            f"{name}: the uniform epsilon is {self.uniform[name]:.2f}, the median of the "
+            f"{self.unit} "
             f"{np.median(self.times[name]):.2f}"
         )
 
     def _repr_html_(self) -> str:
         last, floor = list(self.times)[-1], HEIGHT - BOTTOM
-        # A height of 1 is that of the tallest bar of its time: early ones are narrow, and would dwarf the others.
+        # A height of 1 is that of the tallest bar of its time: early ones are narrow, and would
+        # dwarf the others.
         frames = [
             {
                 "said": self.said(name),
@@ -129,4 +148,6 @@ def _round(rough: float) -> float:
     (1.0, 0.2, 10.0)
     """
     power = 10.0 ** np.floor(np.log10(rough))
-    return float(next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9)))
+    return float(
+        next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    )

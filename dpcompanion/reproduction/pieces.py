@@ -1,4 +1,6 @@
-"""Pieces of a run, each kept as soon as it ends, so that what was interrupted goes on where it stopped."""
+"""Pieces of a run, each kept as soon as it ends, so that what was interrupted goes on where it
+stopped.
+"""
 
 import contextlib
 import contextvars
@@ -23,7 +25,14 @@ from dpcompanion.reproduction.provenance import software
 from dpcompanion.reproduction.storage import MeanSD, hash_of, plain, read_whole, write_whole
 
 #: What lies in a folder of pieces: states of those that are not whole yet, with a note of each; the pieces; arrays.
-FILES = ("*.unfinished", "*.begun", "seeds-used.json", "*.piece.json", "*.piece.npz", "*.piece.*.npz")
+FILES = (
+    "*.unfinished",
+    "*.begun",
+    "seeds-used.json",
+    "*.piece.json",
+    "*.piece.npz",
+    "*.piece.*.npz",
+)
 
 
 def resumable(
@@ -35,13 +44,14 @@ def resumable(
     label: str = "",
     show: bool | None = None,
 ) -> dict[str, Any]:
-    """{name: work(name)} for each piece, each written as soon as it ends, so that a broken run goes on.
+    """{name: work(name)} for each piece, each written as soon as it ends, so that a broken run goes
+    on.
 
-    Pieces that `folder` already holds for the same `config` are read, not computed again; those of another
-    configuration are ignored.  An interruption (Ctrl-C) loses the piece it hits and nothing else.  Each piece notes
-    what made it and in how many seconds, with those of earlier runs that it went on from (`unfinished`).  Who does the
-    pieces, `dpcompanion.reproduction.workers` says: this process, or whatever back end of joblib is active, or a share
-    of them.
+    Pieces that `folder` already holds for the same `config` are read, not computed again; those of
+    another configuration are ignored. An interruption (Ctrl-C) loses the piece it hits and nothing
+    else. Each piece notes what made it and in how many seconds, with those of earlier runs that it
+    went on from (`unfinished`). Who does the pieces, `dpcompanion.reproduction.workers` says: this
+    process, or whatever back end of joblib is active, or a share of them.
 
     Args:
         work: piece name -> values that a record can hold, or a pair (values, {name: array}).
@@ -51,19 +61,25 @@ def resumable(
         label, show: of the progress bar, see `dpcompanion._progress.bar`.
 
     Raises:
-        dpcompanion.reproduction.workers.Missing: where pieces were left to other runs, and are not there.
+        dpcompanion.reproduction.workers.Missing: where pieces were left to other runs, and are not
+        there.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
     >>> resumable(len, ["a", "bb"], folder=folder, config={})
     {'a': 1, 'bb': 2}
-    >>> resumable(lambda name: 1 / 0, ["a", "bb"], folder=folder, config={})   # nothing is left to do
+    >>> resumable(
+    ...     lambda name: 1 / 0, ["a", "bb"], folder=folder, config={}
+    ... )  # nothing is left to do
     {'a': 1, 'bb': 2}
     """
     pieces = list(pieces)
     for name in pieces:
         if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*", name, re.ASCII):
-            raise ValueError(f"pieces must be names of letters, digits, hyphens, dots and underscores, got {name!r}")
+            raise ValueError(
+                "pieces must be names of letters, digits, hyphens, dots and underscores, got "
+                f"{name!r}"
+            )
     if len(set(pieces)) < len(pieces):
         raise ValueError(f"pieces must differ from each other, got {pieces!r}")
     hashed, kept_in = hash_of(config), pathlib.Path(folder).resolve()
@@ -78,11 +94,16 @@ def resumable(
     ours = [name for number, name in enumerate(pieces) if name in left and workers.mine(number)]
     with bar(len(pieces), label=label, done=len(results), show=show) as advance:
         for name, _ in workers.each(
-            functools.partial(_make, work, kept_in, hashed), ours, lambda name: _is_there(kept_in, name, hashed)
+            functools.partial(_make, work, kept_in, hashed),
+            ours,
+            lambda name: _is_there(kept_in, name, hashed),
         ):
             results[name], made = _arrived(kept_in, name, hashed)
-            # This run's own, however often it is read again, but for what an earlier run had done of it.
-            seen[_path(kept_in, name)] = {**made, "seconds": made["earlier"]} if made.get("earlier") else None
+            # This run's own, however often it is read again, but for what an earlier run had done
+            # of it.
+            seen[_path(kept_in, name)] = (
+                {**made, "seconds": made["earlier"]} if made.get("earlier") else None
+            )
             advance()
     # Another run may have done its share meanwhile.
     for name in left:
@@ -140,12 +161,18 @@ def _make(work: Callable[[str], Any], folder: pathlib.Path, hashed: str, name: s
         made["earlier"] = round(stretch.earlier, 3)
     values, arrays = values if _has_arrays(values) else (values, {})
     arrays = {key: np.asarray(array) for key, array in arrays.items()}
-    write_whole(_path(folder, name), {"config": hashed, "made": made, "values": plain(values)}, arrays)
+    write_whole(
+        _path(folder, name), {"config": hashed, "made": made, "values": plain(values)}, arrays
+    )
     stretch.forget()
 
 
-def _arrived(folder: pathlib.Path, name: str, hashed: str, patience: float = 60) -> tuple[Any, dict[str, Any]]:
-    """A piece that a worker says it has written: on a network's file system it may take a while until it is seen."""
+def _arrived(
+    folder: pathlib.Path, name: str, hashed: str, patience: float = 60
+) -> tuple[Any, dict[str, Any]]:
+    """A piece that a worker says it has written: on a network's file system it may take a while
+    until it is seen.
+    """
     until = time.monotonic() + patience
     while True:
         try:
@@ -161,10 +188,11 @@ def _arrived(folder: pathlib.Path, name: str, hashed: str, patience: float = 60)
 
 
 def unfinished() -> pathlib.Path | None:
-    """Where the piece that is being worked at may keep its own state, so that it goes on within itself.
+    """Where the piece that is being worked at may keep its own state, so that it goes on within
+    itself.
 
-    A path, for a `dpcompanion.training.Checkpoint` for instance; the file goes when the piece is written.  None for
-    work that is no piece on the disk.
+    A path, for a `dpcompanion.training.Checkpoint` for instance; the file goes when the piece is
+    written. None for work that is no piece on the disk.
 
     >>> import tempfile
     >>> resumable(lambda name: unfinished().suffix, ["a"], folder=tempfile.mkdtemp(), config={})
@@ -178,10 +206,12 @@ def unfinished() -> pathlib.Path | None:
 
 @dataclasses.dataclass
 class _Stretch:
-    """Work at a piece from its start, or from the `state` that an interruption left, to its end or the next one.
+    """Work at a piece from its start, or from the `state` that an interruption left, to its end or
+    the next one.
 
-    `earlier` are the seconds that earlier stretches took until they last wrote the state: what came after it is done
-    again.  They are known from a note beside the state, of what they took and when this stretch began.
+    `earlier` are the seconds that earlier stretches took until they last wrote the state: what came
+    after it is done again. They are known from a note beside the state, of what they took and when
+    this stretch began.
     """
 
     state: pathlib.Path
@@ -197,7 +227,9 @@ class _Stretch:
         if not self.begun:
             with contextlib.suppress(*_NOT_THERE):
                 noted = json.loads(self._note.read_bytes())
-                self.earlier = noted["seconds"] + max(0.0, self.state.stat().st_mtime - noted["since"])
+                self.earlier = noted["seconds"] + max(
+                    0.0, self.state.stat().st_mtime - noted["since"]
+                )
             note = {"seconds": self.earlier, "since": time.time()}
             _files.replace(self._note, json.dumps(note).encode())
             self.begun = True
@@ -213,17 +245,19 @@ class _Stretch:
 _UNFINISHED: contextvars.ContextVar[_Stretch | None] = contextvars.ContextVar(
     "where the piece at hand keeps its state", default=None
 )
-_SEEN: contextvars.ContextVar[dict[pathlib.Path, dict[str, Any] | None] | None] = contextvars.ContextVar(
-    "what `taken_over` has seen, path -> what made the piece", default=None
+_SEEN: contextvars.ContextVar[dict[pathlib.Path, dict[str, Any] | None] | None] = (
+    contextvars.ContextVar("what `taken_over` has seen, path -> what made the piece", default=None)
 )
 
 
 @contextlib.contextmanager
 def taken_over() -> Iterator[list[dict[str, Any]]]:
-    """What `resumable` takes over from earlier runs, inside: a list that is complete when the block ends.
+    """What `resumable` takes over from earlier runs, inside: a list that is complete when the block
+    ends.
 
-    One dict for each commit and set of versions that made kept pieces: {"pieces": how many, "seconds": what they took
-    together, "commit", "versions"}.  Pieces that the block itself makes are none of them.
+    One dict for each commit and set of versions that made kept pieces: {"pieces": how many,
+    "seconds": what they took together, "commit", "versions"}. Pieces that the block itself makes
+    are none of them.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
@@ -256,8 +290,10 @@ def taken_over() -> Iterator[list[dict[str, Any]]]:
 
 
 def bring(begun: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
-    """Copy the pieces that lie in `begun` and not in `folder`, as those that a checkout carries of a run that is not
-    whole yet; `resumable` then reads them as it reads its own, or ignores them."""
+    """Copy the pieces that lie in `begun` and not in `folder`, as those that a checkout carries of
+    a run that is not whole yet; `resumable` then reads them as it reads its own, or ignores
+    them.
+    """
     brought = pathlib.Path(begun)
     for pattern in ("*.piece*.npz", "*.piece.json"):  # what a piece refers to comes first
         for path in sorted(brought.glob(pattern)):
@@ -268,7 +304,9 @@ def bring(begun: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None
 
 
 def discard(folder: str | os.PathLike[str]) -> None:
-    """Remove the pieces in a folder with all that was noted of them, and the folder when nothing else is in it."""
+    """Remove the pieces in a folder with all that was noted of them, and the folder when nothing
+    else is in it.
+    """
     emptied = pathlib.Path(folder)
     for pattern in FILES:
         for path in emptied.glob(pattern):

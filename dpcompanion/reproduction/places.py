@@ -1,7 +1,8 @@
 """Where the book shows an exhibit.
 
-Its *place* is its anchor on the paper's page of exhibits. Where that page has none, it is the section of a chapter
-whose heading names it ("Figures 6 and 7", "Table III"), or else the first whose code asks for it by name.
+Its *place* is its anchor on the paper's page of exhibits. Where that page has none, it is the
+section of a chapter whose heading names it ("Figures 6 and 7", "Table III"), or else the first
+whose code asks for it by name.
 
 >>> of_paper("intrinsic-privacy")["table-3"].anchor
 'intrinsic-privacy-table-3'
@@ -19,18 +20,27 @@ _KINDS = "figure|table|theorem|algorithm|claim|fact|corollary|lemma|definition"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A section of the book: the page, such as "book/papers/idp-sgd-exhibits", and an anchor on it."""
+    """A section of the book: the page, such as "book/papers/idp-sgd-exhibits", and an anchor on
+    it.
+    """
 
     page: str
     anchor: str
 
 
 def of_paper(paper: str, book: records.Folder | None = None) -> dict[str, Place]:
-    """Exhibit -> its place, from the anchors of its page of exhibits, the headings of the paper's own pages, and then
-    from the code of all pages."""
-    book = (provenance.repository() or records.SHIPPED) / "book" if book is None else pathlib.Path(book)
+    """Exhibit -> its place, from the anchors of its page of exhibits, the headings of the paper's
+    own pages, and then from the code of all pages.
+    """
+    book = (
+        (provenance.repository() or records.SHIPPED) / "book"
+        if book is None
+        else pathlib.Path(book)
+    )
     own = sorted(book.glob(f"papers/{paper}*.md"))
-    others = sorted(path for path in book.glob("*.md") if path.stem not in ("scoreboard", "errata", "intro"))
+    others = sorted(
+        path for path in book.glob("*.md") if path.stem not in ("scoreboard", "errata", "intro")
+    )
     exhibits = published.exhibits(paper)
     found: dict[str, Place] = {}
     split = book / f"papers/{paper}-exhibits.md"
@@ -61,7 +71,9 @@ def _place(book: pathlib.Path, path: pathlib.Path, anchor: str) -> Place:
 
 
 def sections(text: str) -> list[tuple[str, str, str]]:
-    """(heading, anchor, code) of each section of a page; the anchor of the title's own section is empty."""
+    """(heading, anchor, code) of each section of a page; the anchor of the title's own section is
+    empty.
+    """
     found, fence, is_code = [["", "", ""]], None, False
     for line in text.splitlines():
         mark = re.match(r"(`{3,}|~{3,})(.*)", line)

@@ -1,10 +1,10 @@
-"""One look for every figure: a colour for a notion, the same in every chapter, and sizes that a phone can show.
+"""One look for every figure: a colour for a notion, the same in every chapter, and sizes that a
+phone can show.
 
-The colours are those of Okabe and Ito (2008), which remain distinct for
-colour-blind readers; `MARKERS` and `LINES` tell the same notions apart in
-print.  The font is IBM Plex Sans, which comes with the package, so that a
-figure is the same on every machine.  `figure()` gives axes in the style, `digest()` says what a figure
-draws, in few digits, so that a check that cannot see can compare it.
+The colours are those of Okabe and Ito (2008), which remain distinct for colour-blind readers;
+`MARKERS` and `LINES` tell the same notions apart in print. The font is IBM Plex Sans, which comes
+with the package, so that a figure is the same on every machine. `figure()` gives axes in the style,
+`digest()` says what a figure draws, in few digits, so that a check that cannot see can compare it.
 
 >>> COLORS["published"] == COLORS["live"]
 False
@@ -148,8 +148,11 @@ def use_style() -> None:
     matplotlib.rcParams.update(settings)
 
 
-def figure(rows: int = 1, columns: int = 1, *, height: float | None = None, **kwargs: Any) -> tuple[Any, Any]:
-    """A figure and its axes in the style, as wide as every other; `height` in inches is for each row of axes.
+def figure(
+    rows: int = 1, columns: int = 1, *, height: float | None = None, **kwargs: Any
+) -> tuple[Any, Any]:
+    """A figure and its axes in the style, as wide as every other; `height` in inches is for each
+    row of axes.
 
     Panels lie below each other on a phone's page, so more than two columns are refused.
     """
@@ -159,14 +162,19 @@ def figure(rows: int = 1, columns: int = 1, *, height: float | None = None, **kw
 
     use_style()
     width, one = STYLE["figure.figsize"]
-    size = (width * (1.43 if columns == 2 else 1), rows * (height or (one if rows == 1 else 0.8 * one)))
+    size = (
+        width * (1.43 if columns == 2 else 1),
+        rows * (height or (one if rows == 1 else 0.8 * one)),
+    )
     return plt.subplots(rows, columns, figsize=size, **kwargs)
 
 
 def drawing(fig: Any) -> str:
-    """A figure as an SVG element for a page: letters are text, numbers have two decimals, colours are as in print.
+    """A figure as an SVG element for a page: letters are text, numbers have two decimals, colours
+    are as in print.
 
-    The columns of a figure of two can be shown below each other: `data-cut` is where no axes are in the way.
+    The columns of a figure of two can be shown below each other: `data-cut` is where no axes are in
+    the way.
 
     >>> svg = drawing(figure(columns=2)[0])
     >>> svg[:51], ">0.8</text>" in svg
@@ -183,7 +191,9 @@ def drawing(fig: Any) -> str:
     svg = stream.getvalue()
     body = svg[svg.index("</metadata>") + len("</metadata>") : svg.rindex("</svg>")]
     body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>|<!--.*?-->", "", body, flags=re.DOTALL)
-    body = re.sub(r"\bfont-family: [^;\"]*;? ?| transform=\"rotate\(-0 .*?\"|(?<=<g) id=\"[^\"]*\"", "", body)
+    body = re.sub(
+        r"\bfont-family: [^;\"]*;? ?| transform=\"rotate\(-0 .*?\"|(?<=<g) id=\"[^\"]*\"", "", body
+    )
     body = re.sub(r"<[^>]+>", lambda tag: re.sub(r"-?\d+\.\d{3,}", rounded, tag[0]), body)
     body = body.replace("xlink:href", "href")
     body = re.sub(r'(?<= d=")[^"]+', lambda path: _thinned(path[0]), body)
@@ -194,7 +204,8 @@ def drawing(fig: Any) -> str:
 
 
 def _grouped(body: str) -> str:
-    """The look of markers said once for all of them, and many dots as one path whose ends are round.
+    """The look of markers said once for all of them, and many dots as one path whose ends are
+    round.
 
     >>> dot = '<path id="m" d="M0 1C1 0 0 -1 0 1z"/>'
     >>> use = '<use href="#m" x="3" y="4" style="fill: #000000; stroke: #000000"/>'
@@ -217,7 +228,9 @@ def _grouped(body: str) -> str:
             return f'{opening} style="{look}">' + uses.replace(f' style="{look}"', "") + "</g>"
         across = 2 * float(radii[mark]) + float(solid[2] or 1)
         look = f"fill: none; stroke: {solid[1]}; stroke-width: {across:g}; stroke-linecap: round"
-        return f'{opening}><path style="{look}" d="{"".join(f"M{x} {y}z" for x, y in points)}"/></g>'
+        return (
+            f'{opening}><path style="{look}" d="{"".join(f"M{x} {y}z" for x, y in points)}"/></g>'
+        )
 
     return re.sub(r"(<g[^>]*)>((?:<use [^>]*/>)+)</g>", grouped, body)
 
@@ -231,26 +244,35 @@ def _thinned(path: str) -> str:
     kept: list[tuple[str, list[str]]] = []
     steps = [(step, rest.split()) for step, rest in re.findall(r"([MLQCz])([^MLQCz]*)", path)]
     for (step, point), (following, _) in zip(steps, [*steps[1:], ("", [])]):
-        if step == following == "L" and math.dist(*(map(float, each[-2:]) for each in (point, kept[-1][1]))) < 0.33:
+        if (
+            step == following == "L"
+            and math.dist(*(map(float, each[-2:]) for each in (point, kept[-1][1]))) < 0.33
+        ):
             continue
         kept.append((step, point))
     return "".join(step + " ".join(point) for step, point in kept)
 
 
 def _cut(fig: Any) -> str:
-    """Where the columns of a figure of two part, as an attribute: between its axes, unless a legend lies across."""
+    """Where the columns of a figure of two part, as an attribute: between its axes, unless a legend
+    lies across.
+    """
     width, dpi = fig.get_figwidth(), fig.dpi
     if width <= STYLE["figure.figsize"][0]:
         return ""
     boxes = [box for part in (*fig.axes, *fig.legends) if (box := part.get_tightbbox()) is not None]
     boxes = sorted((box.x0 / dpi, box.x1 / dpi) for box in boxes)
     strips = [(max(end for _, end in boxes[:i]), boxes[i][0]) for i in range(1, len(boxes))]
-    strips = [(end, start) for end, start in strips if end < start and 0.2 * width < end < 0.8 * width]
+    strips = [
+        (end, start) for end, start in strips if end < start and 0.2 * width < end < 0.8 * width
+    ]
     return "".join(f' data-cut="{36 * (end + start):.1f}"' for end, start in strips[:1])
 
 
 def _set_up_notebook() -> None:
-    """Figures are not cropped, which the inline backend does by default, and an SVG is kept beside each PNG."""
+    """Figures are not cropped, which the inline backend does by default, and an SVG is kept beside
+    each PNG.
+    """
     from IPython import get_ipython
     from IPython.core.formatters import BaseFormatter
     from matplotlib.figure import Figure
@@ -268,7 +290,9 @@ def _set_up_notebook() -> None:
 
 
 class Digest(str):
-    """A text for checks to compare, which a notebook keeps as an output of a type of its own and never shows."""
+    """A text for checks to compare, which a notebook keeps as an output of a type of its own and
+    never shows.
+    """
 
     MIME_TYPE = "application/vnd.dpcompanion.digest"
 
@@ -279,9 +303,11 @@ class Digest(str):
 
 
 def digest(*, digits: int = 4, **arrays: Any) -> Digest:
-    """One line for each array: how many values, the finite range, the sum, in few digits; NaN and inf are counted.
+    """One line for each array: how many values, the finite range, the sum, in few digits; NaN and
+    inf are counted.
 
-    The last line of the cell that draws a figure, where the notebook keeps it out of sight; `print` shows it.
+    The last line of the cell that draws a figure, where the notebook keeps it out of sight; `print`
+    shows it.
 
     >>> print(digest(epsilon=[1.0, float("nan"), float("inf")]))
     epsilon: 3 values, 1 .. 1, sum 1, 1 nan, 1 inf
@@ -300,7 +326,10 @@ def digest(*, digits: int = 4, **arrays: Any) -> Digest:
         finite = values[np.isfinite(values)]
         line = f"{name}: {values.size} value{'s' * (values.size != 1)}"
         if finite.size:
-            low, high, total = (f"{_unsigned(x):.{digits}g}" for x in (finite.min(), finite.max(), math.fsum(finite)))
+            low, high, total = (
+                f"{_unsigned(x):.{digits}g}"
+                for x in (finite.min(), finite.max(), math.fsum(finite))
+            )
             line += f", {low} .. {high}, sum {total}"
         for kind, count in (("nan", np.isnan(values).sum()), ("inf", np.isinf(values).sum())):
             line += f", {count} {kind}" if count else ""

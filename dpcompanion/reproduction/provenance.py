@@ -1,4 +1,6 @@
-"""What a run is made with: versions of libraries and of the draws of a seed, the commit of the code, the device."""
+"""What a run is made with: versions of libraries and of the draws of a seed, the commit of the
+code, the device.
+"""
 
 import importlib.metadata
 import pathlib
@@ -36,7 +38,9 @@ def software() -> Software:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python, of the libraries that are installed, and of what a seed draws (`seeds.DRAWS`)."""
+    """The versions of Python, of the libraries that are installed, and of what a seed draws
+    (`seeds.DRAWS`).
+    """
     found = {"python": platform.python_version()}
     for library in LIBRARIES:
         try:
@@ -56,14 +60,20 @@ def repository() -> pathlib.Path | None:
 
 
 def commit() -> str | None:
-    """The git commit of the code, with "+changes" where tracked files differ from it; None outside a checkout."""
+    """The git commit of the code, with "+changes" where tracked files differ from it; None outside
+    a checkout.
+    """
     root = repository()
     if root is None or not (root / ".git").exists():
         return None
 
     def git(*arguments: str) -> str:
         return subprocess.run(
-            ("git", "-C", str(root), *arguments), capture_output=True, text=True, timeout=20, check=True
+            ("git", "-C", str(root), *arguments),
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
         ).stdout.strip()
 
     try:

@@ -1,4 +1,5 @@
-"""What the five papers print, and the rule by which a number of ours matches a printed one, is close or differs.
+"""What the five papers print, and the rule by which a number of ours matches a printed one, is
+close or differs.
 
 The numbers lie in `papers/*/printed.toml`, one file a paper, as strings, digit for
 digit.  Here they become `Printed` numbers: floats that know how they were
@@ -33,9 +34,16 @@ from typing import Any, Literal, Self
 
 from dpcompanion import _checks
 
-PAPERS = ("intrinsic-privacy", "per-instance-accounting", "individual-accounting", "idp-sgd", "gradients-look-alike")
+PAPERS = (
+    "intrinsic-privacy",
+    "per-instance-accounting",
+    "individual-accounting",
+    "idp-sgd",
+    "gradients-look-alike",
+)
 KINDS = ("table", "figure", "theorem", "algorithm", "text")
-OURS = "ours"  # the kind of what no paper prints: an experiment of our own, beside the paper that it goes on from
+# the kind of what no paper prints: an experiment of our own, beside the paper that it goes on from
+OURS = "ours"
 
 # The words for an outcome, and what each promises.
 VERDICTS = {
@@ -69,8 +77,9 @@ _PRINTED = re.compile(
 class Printed(float):
     """A number as a paper prints it: its value, and `text`, `sd` and `rounding`.
 
-    `sd` is the printed standard deviation ("96.75±0.15", or "0.927(2)" for 0.002), 0 where none is printed, and
-    `rounding` half a unit in the last printed place.  Raises ValueError for anything else.
+    `sd` is the printed standard deviation ("96.75±0.15", or "0.927(2)" for 0.002), 0 where none is
+    printed, and `rounding` half a unit in the last printed place. Raises ValueError for anything
+    else.
 
     >>> accuracy = Printed("0.927(2)")
     >>> accuracy + 0, accuracy.sd, accuracy.rounding
@@ -86,7 +95,10 @@ class Printed(float):
     def __new__(cls, text: str) -> Self:
         match = _PRINTED.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise ValueError(f"text must be a printed number such as '3.42', '96.75±0.15', '0.927(2)', got {text!r}")
+            raise ValueError(
+                "text must be a printed number such as '3.42', '96.75±0.15', '0.927(2)', got "
+                f"{text!r}"
+            )
         value, _, _ = re.split(r"±|\(", text.strip() + "±±", maxsplit=2)
         self = super().__new__(cls, value)
         places = len(match["fraction"] or "") - int(match["exponent"] or 0)
@@ -109,7 +121,9 @@ class Printed(float):
 
 @dataclasses.dataclass(frozen=True)
 class Paper:
-    """A paper: its slug, title, authors, venue, the question that it asks, and the setup that its exhibits share."""
+    """A paper: its slug, title, authors, venue, the question that it asks, and the setup that its
+    exhibits share.
+    """
 
     slug: str
     title: str
@@ -124,21 +138,23 @@ class Paper:
 class Exhibit:
     """A table, figure, theorem, algorithm or passage of a paper.
 
-    `numbers` holds what it prints, nested as in the paper; `exhibit["mnist.A.sample"]` is one of them, a `Printed`, a
-    tuple of them, or text where the paper prints no plain number.  `shows` is the finding in words, `caution` what is
-    wrong or loose in it, `data` and `networks` the data sets and networks that it shows, and `scale` what its own scale
-    needs: "cpu" or "gpu".
-    `wrong` are patterns of the numbers that are proved wrong on the page of errata, or "statement" where it is the
-    words that are; `vacuous` is whether the statement, as printed, says nothing; `given` are patterns of those numbers
-    that are not held against ours: settings, what holds by construction, results of another exhibit printed again, and
-    times of one machine; `accuracies` of those that are accuracies, where the exhibit's unit does not say so;
-    `tests` name the tests that check an exhibit that no experiment computes, as "tests/test_x.py::test_y".
-    `tolerance` is how far a close number may lie from the print, as a share of it. `unprinted` says which settings the
-    paper leaves out: a disagreement then contradicts nothing. `part_of` is the id of the exhibit that a run of its own
-    computes a part of, such as one data set of several. `shortened` says of a part how much of the paper's training it
-    has, such as "10 of 100 epochs of ResNet-20 on CIFAR-10": its numbers are not held against the print, and the
-    exhibit stays unfinished. `needs` says what it cannot be decided without and this project does not have: data,
-    weights, or days of a GPU. `takes` is about how long its experiment takes at its own scale, and on what.
+    `numbers` holds what it prints, nested as in the paper; `exhibit["mnist.A.sample"]` is one of
+    them, a `Printed`, a tuple of them, or text where the paper prints no plain number. `shows` is
+    the finding in words, `caution` what is wrong or loose in it, `data` and `networks` the data
+    sets and networks that it shows, and `scale` what its own scale needs: "cpu" or "gpu". `wrong`
+    are patterns of the numbers that are proved wrong on the page of errata, or "statement" where it
+    is the words that are; `vacuous` is whether the statement, as printed, says nothing; `given` are
+    patterns of those numbers that are not held against ours: settings, what holds by construction,
+    results of another exhibit printed again, and times of one machine; `accuracies` of those that
+    are accuracies, where the exhibit's unit does not say so; `tests` name the tests that check an
+    exhibit that no experiment computes, as "tests/test_x.py::test_y". `tolerance` is how far a
+    close number may lie from the print, as a share of it. `unprinted` says which settings the paper
+    leaves out: a disagreement then contradicts nothing. `part_of` is the id of the exhibit that a
+    run of its own computes a part of, such as one data set of several. `shortened` says of a part
+    how much of the paper's training it has, such as "10 of 100 epochs of ResNet-20 on CIFAR-10":
+    its numbers are not held against the print, and the exhibit stays unfinished. `needs` says what
+    it cannot be decided without and this project does not have: data, weights, or days of a GPU.
+    `takes` is about how long its experiment takes at its own scale, and on what.
     """
 
     paper: str
@@ -164,7 +180,9 @@ class Exhibit:
     shortened: str = ""
     needs: str = ""
     takes: str = ""
-    numbers: Mapping[str, Any] = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
+    numbers: Mapping[str, Any] = dataclasses.field(
+        default_factory=lambda: types.MappingProxyType({})
+    )
 
     @property
     def name(self) -> str:
@@ -174,7 +192,10 @@ class Exhibit:
     def is_wrong(self, key: str) -> bool:
         """Whether a number is proved wrong in the paper.
 
-        >>> exhibit("idp-sgd/table-7").is_wrong("mnist.A.sigma_p"), exhibit("idp-sgd/table-7").is_wrong("mnist.A.q_p")
+        >>> (
+        ...     exhibit("idp-sgd/table-7").is_wrong("mnist.A.sigma_p"),
+        ...     exhibit("idp-sgd/table-7").is_wrong("mnist.A.q_p"),
+        ... )
         (True, False)
         """
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.wrong)
@@ -182,22 +203,31 @@ class Exhibit:
     def is_given(self, key: str) -> bool:
         """Whether a number is no result of this exhibit.
 
-        >>> exhibit("idp-sgd/table-5").is_given("mnist.lr"), exhibit("idp-sgd/table-5").is_given("mnist.sigma")
+        >>> (
+        ...     exhibit("idp-sgd/table-5").is_given("mnist.lr"),
+        ...     exhibit("idp-sgd/table-5").is_given("mnist.sigma"),
+        ... )
         (True, False)
         """
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.given)
 
     def point(self, key: str) -> float:
-        """How much one percentage point of accuracy is in a number: 1, 0.01, or 0 for what is no accuracy.
+        """How much one percentage point of accuracy is in a number: 1, 0.01, or 0 for what is no
+        accuracy.
 
-        >>> exhibit("idp-sgd/table-2").point("mnist.A.sample"), exhibit("idp-sgd/table-5").point("mnist.sigma")
+        >>> (
+        ...     exhibit("idp-sgd/table-2").point("mnist.A.sample"),
+        ...     exhibit("idp-sgd/table-5").point("mnist.sigma"),
+        ... )
         (1.0, 0.0)
         >>> exhibit("intrinsic-privacy/table-4").point("noiseless_accuracy.adult")
         0.01
         """
         if self.unit.startswith("%"):
             return 1.0
-        return 0.01 if any(fnmatch.fnmatchcase(key, pattern) for pattern in self.accuracies) else 0.0
+        return (
+            0.01 if any(fnmatch.fnmatchcase(key, pattern) for pattern in self.accuracies) else 0.0
+        )
 
     def flat(self) -> dict[str, Any]:
         """All numbers under their dotted names, in the paper's order.
@@ -232,7 +262,12 @@ def _number(leaf: Any) -> Any:
 
 @functools.cache
 def _read(slug: str) -> tuple[Paper, dict[str, Exhibit]]:
-    file = importlib.resources.files("dpcompanion.reproduction") / "papers" / slug.replace("-", "_") / "printed.toml"
+    file = (
+        importlib.resources.files("dpcompanion.reproduction")
+        / "papers"
+        / slug.replace("-", "_")
+        / "printed.toml"
+    )
     content = tomllib.loads(file.read_text(encoding="utf-8"))
     found = content.pop("exhibit")
     exhibits = {}
@@ -259,13 +294,16 @@ def paper(slug: str) -> Paper:
 
 
 def exhibits(paper: str | None = None, *, ours: bool = False) -> list[Exhibit]:
-    """All exhibits, or those of one paper, in the paper's order; with `ours` the results of our own, too.
+    """All exhibits, or those of one paper, in the paper's order; with `ours` the results of our
+    own, too.
 
     >>> len(exhibits()) == sum(len(exhibits(paper=slug)) for slug in PAPERS)
     True
     """
     slugs = PAPERS if paper is None else (_checks.one_of("paper", paper, PAPERS),)
-    return [found for slug in slugs for found in _read(slug)[1].values() if ours or found.kind != OURS]
+    return [
+        found for slug in slugs for found in _read(slug)[1].values() if ours or found.kind != OURS
+    ]
 
 
 def parts(name: str) -> list[Exhibit]:
@@ -279,12 +317,16 @@ def parts(name: str) -> list[Exhibit]:
 
 
 def exhibit(name: str) -> Exhibit:
-    """One exhibit by its name, "paper/id"; a ValueError for an unknown one lists that paper's exhibits."""
+    """One exhibit by its name, "paper/id"; a ValueError for an unknown one lists that paper's
+    exhibits.
+    """
     slug, _, id = str(name).partition("/")
     _checks.one_of("paper", slug, PAPERS)
     known = _read(slug)[1]
     if id not in known:
-        raise ValueError(f"name must be one of {', '.join(f'{slug}/{key}' for key in known)}, got {name!r}")
+        raise ValueError(
+            f"name must be one of {', '.join(f'{slug}/{key}' for key in known)}, got {name!r}"
+        )
     return known[id]
 
 
@@ -302,12 +344,12 @@ def verdict(
 
     Args:
         ours: our number; NaN differs from everything.
-        published: a number, a `Printed` one or its text; the standard deviation and the rounding of the print are
-            read off a `Printed` one unless they are given.
+        published: a number, a `Printed` one or its text; the standard deviation and the rounding of
+            the print are read off a `Printed` one unless they are given.
         sd_ours, sd_published: standard deviations of the two.
         rounding: half a unit in the last printed place.
-        points: what one percentage point is where the numbers are accuracies, 1 (or True) for percentages and 0.01 for
-            fractions: close then means within 1 point.
+        points: what one percentage point is where the numbers are accuracies, 1 (or True) for
+            percentages and 0.01 for fractions: close then means within 1 point.
         tolerance: what close means for other numbers, as a share of the published one.
 
     >>> verdict(97.6, "97.81±0.09", sd_ours=0.1, points=True)
@@ -323,11 +365,16 @@ def verdict(
         sd_published = published.sd if isinstance(published, Printed) else 0.0
     if rounding is None:
         rounding = published.rounding if isinstance(published, Printed) else 0.0
-    for name, value in (("sd_ours", sd_ours), ("sd_published", sd_published), ("rounding", rounding)):
+    for name, value in (
+        ("sd_ours", sd_ours),
+        ("sd_published", sd_published),
+        ("rounding", rounding),
+    ):
         _checks.in_interval(name, value, 0, math.inf, closed="left")
     ours, paper = float(ours), float(published)
     distance = 0.0 if ours == paper else abs(ours - paper)
-    # A number that rounds to exactly half a unit must not depend on the last bit of the subtraction.
+    # A number that rounds to exactly half a unit must not depend on the last bit of the
+    # subtraction.
     slack = 1e-12 * max(1.0, abs(paper)) if rounding else 0.0
     if distance <= 2 * math.hypot(sd_ours, sd_published) + rounding + slack:
         return "matches"

@@ -5,11 +5,11 @@ the full configuration with its seeds, the data with their sha256, library
 versions, git commit, device, wall time and the command.  Arrays lie in an NPZ
 file beside it; see `dpcompanion.reproduction.storage` for how both are written and checked.
 
-What a run takes over from earlier ones (`dpcompanion.reproduction.pieces`) is listed under `kept`, with their commit,
-versions and seconds.
+What a run takes over from earlier ones (`dpcompanion.reproduction.pieces`) is listed under `kept`,
+with their commit, versions and seconds.
 
-A run that leaves out tasks of its configuration, for want of a GPU or of data, lists their names in `values` as
-`not_run`: ["cifar10", ...]. Such a record never counts as the whole exhibit (see
+A run that leaves out tasks of its configuration, for want of a GPU or of data, lists their names in
+`values` as `not_run`: ["cifar10", ...]. Such a record never counts as the whole exhibit (see
 `dpcompanion.reproduction.scoreboard`).
 
 A record is stale when its experiment now has another configuration or another
@@ -37,7 +37,14 @@ import torch
 
 from dpcompanion import _checks, seeds
 from dpcompanion.reproduction import provenance, published
-from dpcompanion.reproduction.storage import MeanSD, hash_of, mean_and_sd, plain, read_whole, write_whole  # noqa: F401, as part of a record's values
+from dpcompanion.reproduction.storage import (  # noqa: F401, as part of a record's values
+    MeanSD,
+    hash_of,
+    mean_and_sd,
+    plain,
+    read_whole,
+    write_whole,
+)
 
 SCHEMA = 2
 #: A folder, or a file.
@@ -50,7 +57,8 @@ class Record:
 
     Attributes:
         name, preset: "idp-sgd/table-5" and "paper".
-        values: what was computed, under the same dotted names as the published numbers where there are such.
+        values: what was computed, under the same dotted names as the published numbers where there
+        are such.
         arrays: name -> numpy array, in the NPZ file beside the record.
         config: the full configuration, seeds included.
         version: of the experiment that made it, see `experiments.experiment`.
@@ -76,10 +84,12 @@ class Record:
 
     @property
     def has_earlier_draws(self) -> bool:
-        """Whether its seeds, or those of what it kept, stood for other draws than today's (`dpcompanion.seeds.DRAWS`).
+        """Whether its seeds, or those of what it kept, stood for other draws than today's
+        (`dpcompanion.seeds.DRAWS`).
 
-        The same command then draws other batches, noise and first weights: its numbers agree within their spread, not
-        digit for digit.  A run without data and seeds draws nothing."""
+        The same command then draws other batches, noise and first weights: its numbers agree within
+        their spread, not digit for digit. A run without data and seeds draws nothing.
+        """
         if not (self.data or self.seeds):
             return False
         made_with = [self.versions, *(each["versions"] for each in self.kept)]
@@ -88,10 +98,14 @@ class Record:
     @property
     def seeds(self) -> list[int]:
         """The seeds of its configuration, or its one `seed`."""
-        return [self.config["seed"]] if "seed" in self.config else list(self.config.get("seeds", []))
+        return (
+            [self.config["seed"]] if "seed" in self.config else list(self.config.get("seeds", []))
+        )
 
     def is_stale(self, *, config: Any = None, version: int | None = None) -> bool:
-        """Whether it was made with another configuration (seeds apart) or another version than the given ones."""
+        """Whether it was made with another configuration (seeds apart) or another version than the
+        given ones.
+        """
         mine = _without_seeds(self.config)
         other = mine if config is None else _without_seeds(plain(config))
         return hash_of(mine) != hash_of(other) or (version is not None and self.version != version)
@@ -118,13 +132,15 @@ def make(
 ) -> Record:
     """A record of `values`, completed with versions, commit and time.
 
-    `made_with` is what `provenance.software()` said when the run began, since files may be edited during a long one;
-    None asks now.  `kept` is what `pieces.taken_over` gathered.
-    Raises ValueError for an unknown exhibit, or for a value that no record can hold.
+    `made_with` is what `provenance.software()` said when the run began, since files may be edited
+    during a long one; None asks now. `kept` is what `pieces.taken_over` gathered. Raises ValueError
+    for an unknown exhibit, or for a value that no record can hold.
     """
     published.exhibit(name)
     if not isinstance(preset, str) or not re.fullmatch(r"[a-z0-9-]+", preset):
-        raise ValueError(f"preset must consist of lower-case letters, digits and hyphens, got {preset!r}")
+        raise ValueError(
+            f"preset must consist of lower-case letters, digits and hyphens, got {preset!r}"
+        )
     _checks.in_interval("wall_time", wall_time, 0, math.inf, closed="left")
     return Record(
         name=name,
@@ -144,8 +160,14 @@ def make(
 
 
 def results_folder(folder: Folder | None = None) -> pathlib.Path:
-    """Where records live: `folder`, else the checkout's `results`, else `results` in the current directory."""
-    return pathlib.Path(folder) if folder is not None else (provenance.repository() or pathlib.Path.cwd()) / "results"
+    """Where records live: `folder`, else the checkout's `results`, else `results` in the current
+    directory.
+    """
+    return (
+        pathlib.Path(folder)
+        if folder is not None
+        else (provenance.repository() or pathlib.Path.cwd()) / "results"
+    )
 
 
 def path_of(name: str, preset: str, folder: Folder | None = None) -> pathlib.Path:
@@ -166,8 +188,9 @@ def write(record: Record, folder: Folder | None = None) -> pathlib.Path:
 
 
 def read(path: Folder) -> Record:
-    """Read a record back; a damaged, incomplete or foreign file, or other arrays than it was made with, raise
-    ValueError with the file's name."""
+    """Read a record back; a damaged, incomplete or foreign file, or other arrays than it was made
+    with, raise ValueError with the file's name.
+    """
     path = pathlib.Path(path)
     fields, arrays = read_whole(path)
     types = {
@@ -202,9 +225,11 @@ SHIPPED = pathlib.Path(__file__).resolve().parent / "shipped"
 
 
 def find(name: str, preset: str = "paper", folder: Folder | None = None) -> Record | None:
-    """The record of an exhibit, or None where there is none; another one under its name raises ValueError.
+    """The record of an exhibit, or None where there is none; another one under its name raises
+    ValueError.
 
-    Without a `folder`, an installed package that has no checkout finds the records that it came with as well.
+    Without a `folder`, an installed package that has no checkout finds the records that it came
+    with as well.
     """
     path = path_of(name, preset, folder)
     if folder is None and not path.is_file() and provenance.repository() is None:
@@ -213,5 +238,7 @@ def find(name: str, preset: str = "paper", folder: Folder | None = None) -> Reco
         return None
     record = read(path)
     if (record.name, record.preset) != (published.exhibit(name).name, preset):
-        raise ValueError(f"{path} is the record of another exhibit or preset: {record.name}, {record.preset}")
+        raise ValueError(
+            f"{path} is the record of another exhibit or preset: {record.name}, {record.preset}"
+        )
     return record

@@ -1,7 +1,8 @@
-"""What an experiment sees of the run that it is part of: data that are noted for the record, pieces that are kept.
+"""What an experiment sees of the run that it is part of: data that are noted for the record, pieces
+that are kept.
 
-Pieces of one run go on where it was interrupted (`Run.pieces`); those that several exhibits share are done once
-(`Run.keep`).
+Pieces of one run go on where it was interrupted (`Run.pieces`); those that several exhibits share
+are done once (`Run.keep`).
 """
 
 import dataclasses
@@ -23,8 +24,8 @@ _TRAINED: dict[tuple[str, str], Any] = {}
 class Run:
     """What an experiment sees of the run that it is part of.
 
-    `device` is where to compute; `folder` keeps the pieces of an unfinished run; `loaded` lists the data that were
-    used, for the record; `version` is that of the experiment.
+    `device` is where to compute; `folder` keeps the pieces of an unfinished run; `loaded` lists the
+    data that were used, for the record; `version` is that of the experiment.
     """
 
     config: Any
@@ -44,17 +45,25 @@ class Run:
         """Note data that were loaded before (`Dataset.provenance()` of each) in the record."""
         self.loaded += [each for each in loaded if each not in self.loaded]
 
-    def pieces(self, work: Callable[[str], Any], names: Iterable[str], **arguments: Any) -> dict[str, Any]:
+    def pieces(
+        self, work: Callable[[str], Any], names: Iterable[str], **arguments: Any
+    ) -> dict[str, Any]:
         """`pieces.resumable` for this run: {name: work(name)}, kept until the record is written.
 
-        Where every name tells its piece's seed ("seed-3"), a run with other seeds shares what is done already. Pieces
-        that the checkout carries in `results/begun`, as those of "table-11.paper.parts" of a paper, are taken over.
+        Where every name tells its piece's seed ("seed-3"), a run with other seeds shares what is
+        done already. Pieces that the checkout carries in `results/begun`, as those of
+        "table-11.paper.parts" of a paper, are taken over.
         """
         names, config = list(names), dataclasses.asdict(self.config)
         if all("seed" in str(name) for name in names):
             config.pop("seeds", None)
         key = {"config": config, "version": self.version, "device": self.device.type}
-        carried = records.results_folder() / "begun" / self.folder.parent.name / self.folder.name.removeprefix(".")
+        carried = (
+            records.results_folder()
+            / "begun"
+            / self.folder.parent.name
+            / self.folder.name.removeprefix(".")
+        )
         pieces.bring(carried, self.folder)
         return pieces.resumable(work, names, folder=self.folder, config=key, **arguments)
 
@@ -71,9 +80,9 @@ class Run:
     ) -> dict[str, Any]:
         """{name: work(name)} for pieces that several exhibits share: each is trained once and kept.
 
-        What takes long is kept in the data folder, each piece as it ends, and an interrupted run goes on there; what
-        does not, once a process.  Pieces that the checkout carries in `results/begun`, under the same folder, are
-        taken over.
+        What takes long is kept in the data folder, each piece as it ends, and an interrupted run
+        goes on there; what does not, once a process. Pieces that the checkout carries in
+        `results/begun`, under the same folder, are taken over.
 
         Args:
             work: piece name -> values that a record can hold, or a pair (values, {name: array}).
@@ -81,7 +90,8 @@ class Run:
             config: what the results depend on besides.
             seconds: about how long all pieces take on two cores.
             under: what the work is: a folder in the data folder, such as "runs/mnist-mlp".
-            version: of the work: raised when a change of code moves its results, so that kept pieces count no more.
+            version: of the work: raised when a change of code moves its results, so that kept
+            pieces count no more.
             label: of the progress bar.
         """
         key = {"config": config, "version": version, "device": self.device.type}

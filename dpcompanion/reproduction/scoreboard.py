@@ -1,9 +1,10 @@
-"""The scoreboard: how each exhibit of the five papers stands, from the published numbers and the records alone.
+"""The scoreboard: how each exhibit of the five papers stands, from the published numbers and the
+records alone.
 
-`states` tells which states there are and when an exhibit is in which; an `ExhibitStatus` says the rest: the `Evidence`
-by which it is judged, its `Outcomes`, how many numbers and claims agree, and where the book shows it.
-`ExhibitStatus.to_do` says what is left to run of an exhibit, and how; `ExhibitStatus.more_seeds` what would decide the
-rest.
+`states` tells which states there are and when an exhibit is in which; an `ExhibitStatus` says the
+rest: the `Evidence` by which it is judged, its `Outcomes`, how many numbers and claims agree, and
+where the book shows it. `ExhibitStatus.to_do` says what is left to run of an exhibit, and how;
+`ExhibitStatus.more_seeds` what would decide the rest.
 
 >>> board = exhibit_statuses("intrinsic-privacy")
 >>> [one.state for one in board if one.exhibit.id == "claims-1-2"]
@@ -29,8 +30,8 @@ class Outcomes:
 
     Attributes:
         numbers: verdict -> how many of its numbers; without a record all of them are "not run".
-        findings: {"holds": ..., "fails": ..., "undecided": ...} of the paper's claims, judged by its networks and all
-            of its training.
+        findings: {"holds": ..., "fails": ..., "undecided": ...} of the paper's claims, judged by
+            its networks and all of its training.
         smaller: the same of the paper's claims, judged by stand-ins or by a part of the training.
         own, refutations: the same of results of ours, and of findings that refute the paper.
     """
@@ -44,7 +45,10 @@ class Outcomes:
     @property
     def claims(self) -> dict[str, int]:
         """Those of the paper, judged by whatever was run."""
-        return {word: self.findings.get(word, 0) + self.smaller.get(word, 0) for word in intervals.OUTCOMES}
+        return {
+            word: self.findings.get(word, 0) + self.smaller.get(word, 0)
+            for word in intervals.OUTCOMES
+        }
 
     def said(self, how: Callable[[Mapping[str, int]], str]) -> str:
         """All counts, each group of them as `how` says it."""
@@ -69,7 +73,8 @@ class Evidence:
 
     Attributes:
         exhibit: the `published.Exhibit`.
-        judged_by: its own record, and those that its claims are judged by, as far as there are some.
+        judged_by: its own record, and those that its claims are judged by, as far as there are
+        some.
         parts: records of runs that computed a part of it each (`published.parts`), at full length.
     """
 
@@ -92,7 +97,9 @@ class Evidence:
         """Whether `record` was made by other code or another configuration than today's."""
         record = self.record
         return (
-            record is not None and record.name in experiments.names() and experiments.get(record.name).is_stale(record)
+            record is not None
+            and record.name in experiments.names()
+            and experiments.get(record.name).is_stale(record)
         )
 
     @property
@@ -102,14 +109,21 @@ class Evidence:
 
     @property
     def shortened(self) -> tuple[str, ...]:
-        """What alone there is, of data and networks that no record has for all of the paper's training."""
+        """What alone there is, of data and networks that no record has for all of the paper's
+        training.
+        """
         return states.shortened(self.exhibit, (*self.judged_by, *self.parts))
 
     @property
     def undecided(self) -> list[tuple[records.Record, int]]:
         """The records that leave claims of the paper undecided, each with how many."""
-        found = [(each, experiments.findings(each, self.exhibit.name).counts("claim")) for each in self.judged_by]
-        return [(record, counts["undecided"]) for record, counts in found if counts.get("undecided")]
+        found = [
+            (each, experiments.findings(each, self.exhibit.name).counts("claim"))
+            for each in self.judged_by
+        ]
+        return [
+            (record, counts["undecided"]) for record, counts in found if counts.get("undecided")
+        ]
 
     def outcomes(self) -> Outcomes:
         """What they say."""
@@ -119,7 +133,9 @@ class Evidence:
         held: dict[str, dict[str, int]] = {kind: {} for kind in (*published.FINDINGS, "smaller")}
         for record in self.judged_by:
             findings = experiments.findings(record, self.exhibit.name)
-            smaller = published.exhibit(record.name).shortened or experiments.is_stand_in(record, self.exhibit.name)
+            smaller = published.exhibit(record.name).shortened or experiments.is_stand_in(
+                record, self.exhibit.name
+            )
             for kind in published.FINDINGS:
                 counts = held["smaller" if kind == "claim" and smaller else kind]
                 for word, count in findings.counts(kind).items():
@@ -151,7 +167,11 @@ class ExhibitStatus:
     def verdicts(self) -> str:
         """All counts in words, such as "12 match, 3 close, 2 hold, 6 not run; ours: 1 holds".
 
-        >>> [one.verdicts for one in exhibit_statuses("per-instance-accounting") if one.exhibit.id == "algorithm-1"]
+        >>> [
+        ...     one.verdicts
+        ...     for one in exhibit_statuses("per-instance-accounting")
+        ...     if one.exhibit.id == "algorithm-1"
+        ... ]
         ['against the paper: 1 holds']
         """
         return self.outcomes.said(_said)
@@ -165,11 +185,15 @@ class ExhibitStatus:
     def basis(self) -> str:
         """What the state rests on, or what is needed to have one."""
         held, record = self.evidence, self.evidence.record
-        if self.exhibit.tests and not (self.outcomes.numbers or self.outcomes.findings or self.outcomes.smaller):
+        if self.exhibit.tests and not (
+            self.outcomes.numbers or self.outcomes.findings or self.outcomes.smaller
+        ):
             return "tests"
         if record is not None and self.state != "not run":
             parts = [f"{record.preset} record"]
-            if all(experiments.is_stand_in(each, self.exhibit.name) for each in (record, *held.parts)):
+            if all(
+                experiments.is_stand_in(each, self.exhibit.name) for each in (record, *held.parts)
+            ):
                 parts[0] += " of a stand-in"
             if record.seeds:
                 parts.append(_seeds(record))
@@ -183,27 +207,35 @@ class ExhibitStatus:
             return ", ".join(parts)
         if self.state != "not run":
             return "quick run, live" if self.state in ("undecided", "out of reach") else "proof"
-        return "ready to run" if self.experiment and "paper" in self.experiment.presets else "needs an experiment"
+        return (
+            "ready to run"
+            if self.experiment and "paper" in self.experiment.presets
+            else "needs an experiment"
+        )
 
     @property
     def to_do(self) -> tuple[str, str] | None:
-        """What is left to run, and how: ("cifar10", "dpcompanion run ... --device cuda"), or None where nothing is.
+        """What is left to run, and how: ("cifar10", "dpcompanion run ... --device cuda"), or None
+        where nothing is.
 
-        The second is a command, or says what has to be written first. The first says how long it takes, where that is
-        known.
+        The second is a command, or says what has to be written first. The first says how long it
+        takes, where that is known.
         """
         if self._left is None:
             return None
         what, how = self._left
         if self.exhibit.needs:
             return f"needs {self.exhibit.needs}", how
-        takes = [published.exhibit(name).takes for name in re.findall(r"dpcompanion run (\S+)", how)]
+        takes = [
+            published.exhibit(name).takes for name in re.findall(r"dpcompanion run (\S+)", how)
+        ]
         return "; ".join([what, *filter(None, takes)]), how
 
     @property
     def more_seeds(self) -> tuple[str, str] | None:
-        """Where all is run, what the seeds were too few for, and how to run twice as many, three at least:
-        ("2 claims with 3 seeds", "dpcompanion run ... --seeds 0 1 2 3 4 5"), or None."""
+        """Where all is run, what the seeds were too few for, and how to run twice as many, three at
+        least: ("2 claims with 3 seeds", "dpcompanion run ... --seeds 0 1 2 3 4 5"), or None.
+        """
         few = [
             (record, claims)
             for record, claims in self.evidence.undecided
@@ -211,7 +243,9 @@ class ExhibitStatus:
         ]
         if self.to_do is not None or not few:
             return None
-        what = ", ".join(f"{claims} claim{'s' * (claims > 1)} with {_seeds(record)}" for record, claims in few)
+        what = ", ".join(
+            f"{claims} claim{'s' * (claims > 1)} with {_seeds(record)}" for record, claims in few
+        )
         return what, " && ".join(_with_more_seeds(record) for record, _ in few)
 
     @property
@@ -229,18 +263,28 @@ class ExhibitStatus:
             for part in published.parts(self.exhibit.name)
             if not part.shortened and part.name not in done
         ]
-        own = self.experiment if self.experiment is not None and "paper" in self.experiment.presets else None
+        own = (
+            self.experiment
+            if self.experiment is not None and "paper" in self.experiment.presets
+            else None
+        )
         all_of_it = parts if own is None else [*parts, _at_full_scale(own.name, self.exhibit.scale)]
         if parts and not tasks:
-            its_own_is_there = recorded is not None and not published.exhibit(recorded.name).shortened
-            return missing or ", ".join(self.exhibit.data), _in_turn(parts if its_own_is_there else all_of_it)
+            its_own_is_there = (
+                recorded is not None and not published.exhibit(recorded.name).shortened
+            )
+            return missing or ", ".join(self.exhibit.data), _in_turn(
+                parts if its_own_is_there else all_of_it
+            )
         if own is None:
             return self._to_be_written()
         return self._left_of(own, recorded, tasks, missing, _in_turn(all_of_it))
 
     def _to_be_written(self) -> tuple[str, str]:
         """What is left where no experiment at the paper's scale computes the exhibit."""
-        needs = f" ({', '.join(('a GPU', *self.exhibit.data))})" if self.exhibit.scale == "gpu" else ""
+        needs = (
+            f" ({', '.join(('a GPU', *self.exhibit.data))})" if self.exhibit.scale == "gpu" else ""
+        )
         lacks = "an experiment" if self.experiment is None else "a paper preset"
         return f"the paper's scale{needs}", f"needs {lacks}"
 
@@ -252,19 +296,34 @@ class ExhibitStatus:
         missing: str,
         command: str,
     ) -> tuple[str, str]:
-        """What is left of the exhibit's own experiment: all, the tasks that its record leaves out, or what it lacks."""
+        """What is left of the exhibit's own experiment: all, the tasks that its record leaves out,
+        or what it lacks.
+        """
         if recorded is None:
-            return f"all of it ({', '.join(self.exhibit.data)})" if self.exhibit.data else "all of it", command
+            return (
+                f"all of it ({', '.join(self.exhibit.data)})" if self.exhibit.data else "all of it",
+                command,
+            )
         if tasks:
-            needs = {name: task.get("needs") for name, task in recorded.config.get("tasks", {}).items()}
-            return ", ".join(f"{name} ({needs[name]})" if needs.get(name) else name for name in tasks), command
+            needs = {
+                name: task.get("needs") for name, task in recorded.config.get("tasks", {}).items()
+            }
+            return ", ".join(
+                f"{name} ({needs[name]})" if needs.get(name) else name for name in tasks
+            ), command
         if recorded.name != own.name:
             return missing, command  # judged so far by the record of another
-        return missing, f"needs {'a GPU and ' if self.exhibit.scale == 'gpu' else ''}a configuration"
+        return (
+            missing,
+            f"needs {'a GPU and ' if self.exhibit.scale == 'gpu' else ''}a configuration",
+        )
 
 
 def exhibit_statuses(
-    paper: str | None = None, *, folder: records.Folder | None = None, book: records.Folder | None = None
+    paper: str | None = None,
+    *,
+    folder: records.Folder | None = None,
+    book: records.Folder | None = None,
 ) -> list[ExhibitStatus]:
     """How the exhibits of a paper stand, or those of all, in the papers' order.
 
@@ -274,8 +333,14 @@ def exhibit_statuses(
         book: the folder of the book's sources; that of the checkout, or of the wheel, by default.
     """
     exhibits = published.exhibits(paper)
-    found = {slug: places.of_paper(slug, book) for slug in dict.fromkeys(exhibit.paper for exhibit in exhibits)}
-    return [_exhibit_status(exhibit, folder, found[exhibit.paper].get(exhibit.id)) for exhibit in exhibits]
+    found = {
+        slug: places.of_paper(slug, book)
+        for slug in dict.fromkeys(exhibit.paper for exhibit in exhibits)
+    }
+    return [
+        _exhibit_status(exhibit, folder, found[exhibit.paper].get(exhibit.id))
+        for exhibit in exhibits
+    ]
 
 
 def exhibit_status(name: str, *, folder: records.Folder | None = None) -> ExhibitStatus:
@@ -294,19 +359,28 @@ def counts(statuses: Sequence[ExhibitStatus]) -> dict[str, int]:
 
 
 def sums(statuses: Iterable[ExhibitStatus]) -> dict[str, dict[str, int]]:
-    """What came out, over all exhibits: {"numbers": ..., "claim": ..., "smaller": ..., "own": ..., "refutes": ...},
-    word -> how many.
+    """What came out, over all exhibits: {"numbers": ..., "claim": ..., "smaller": ..., "own": ...,
+    "refutes": ...}, word -> how many.
 
     >>> sums(exhibit_statuses("intrinsic-privacy"))["refutes"]
     {}
     """
-    parts = {"numbers": "numbers", "claim": "findings", "smaller": "smaller", "own": "own", "refutes": "refutations"}
+    parts = {
+        "numbers": "numbers",
+        "claim": "findings",
+        "smaller": "smaller",
+        "own": "own",
+        "refutes": "refutations",
+    }
     found: dict[str, dict[str, int]] = {part: {} for part in parts}
     for one in statuses:
         for part, attribute in parts.items():
             for word, count in getattr(one.outcomes, attribute).items():
                 found[part][word] = found[part].get(word, 0) + count
-    return {part: {word: here[word] for word in published.VERDICTS if word in here} for part, here in found.items()}
+    return {
+        part: {word: here[word] for word in published.VERDICTS if word in here}
+        for part, here in found.items()
+    }
 
 
 def _seeds(record: records.Record) -> str:
@@ -325,10 +399,14 @@ def _in_turn(commands: Iterable[str]) -> str:
 
 
 def _with_more_seeds(record: records.Record) -> str:
-    """The command that makes a record with twice as many seeds, three at least, its own among them."""
+    """The command that makes a record with twice as many seeds, three at least, its own among
+    them.
+    """
     seeds = sorted({*range(max(3, 2 * len(record.seeds))), *record.seeds})
     device = "" if record.device.startswith("cpu") else " --device cuda"
-    return f"dpcompanion run {record.name} --preset paper{device} --seeds {' '.join(map(str, seeds))}"
+    return (
+        f"dpcompanion run {record.name} --preset paper{device} --seeds {' '.join(map(str, seeds))}"
+    )
 
 
 def _said(counts: Mapping[str, int]) -> str:
@@ -337,7 +415,8 @@ def _said(counts: Mapping[str, int]) -> str:
 
 
 class Board:
-    """The table of some statuses, with links to their places when the notebook of the scoreboard shows it.
+    """The table of some statuses, with links to their places when the notebook of the scoreboard
+    shows it.
 
     Args:
         statuses: the rows.
@@ -352,7 +431,9 @@ class Board:
 
     def __repr__(self) -> str:
         table = [[label(one.exhibit), one.state, one.verdicts, one.basis] for one in self.rows]
-        return repr(Table(["exhibit", "state", "verdicts", "basis"], table, kinds=[None, None, None]))
+        return repr(
+            Table(["exhibit", "state", "verdicts", "basis"], table, kinds=[None, None, None])
+        )
 
     def _repr_markdown_(self) -> str:
         lines = ["| exhibit | state | verdicts | basis |", "|:--|:--|:--|:--|"]
@@ -372,7 +453,10 @@ class Board:
 def label(exhibit: published.Exhibit) -> str:
     """What readers call an exhibit.
 
-    >>> label(published.exhibit("idp-sgd/table-d7")), label(published.exhibit("per-instance-accounting/text-cost"))
+    >>> (
+    ...     label(published.exhibit("idp-sgd/table-d7")),
+    ...     label(published.exhibit("per-instance-accounting/text-cost")),
+    ... )
     ('Table D7', 'Section 3.2')
     >>> label(published.exhibit("gradients-look-alike/definition-5.1-fact-5.2"))
     'Definition 5.1, fact 5.2'
@@ -385,9 +469,14 @@ def label(exhibit: published.Exhibit) -> str:
 
 
 def compared(statuses: Iterable[ExhibitStatus]) -> list[tuple[str, Comparison]]:
-    """(exhibit's label and title, `Comparison` of all printed numbers) for each whose record holds some."""
+    """(exhibit's label and title, `Comparison` of all printed numbers) for each whose record holds
+    some.
+    """
     return [
-        (f"{label(one.exhibit)}: {one.exhibit.title}", states.numbers(one.exhibit, held.own, held.parts))
+        (
+            f"{label(one.exhibit)}: {one.exhibit.title}",
+            states.numbers(one.exhibit, held.own, held.parts),
+        )
         for one, held in ((one, one.evidence) for one in statuses)
         if one.outcomes.numbers and (held.own or held.parts)
     ]
@@ -396,7 +485,9 @@ def compared(statuses: Iterable[ExhibitStatus]) -> list[tuple[str, Comparison]]:
 def _exhibit_status(
     exhibit: published.Exhibit, folder: records.Folder | None, place: places.Place | None
 ) -> ExhibitStatus:
-    judged = dict.fromkeys([exhibit.name, *(criterion.of for criterion in experiments.criteria(exhibit.name))])
+    judged = dict.fromkeys(
+        [exhibit.name, *(criterion.of for criterion in experiments.criteria(exhibit.name))]
+    )
     whole = [part for part in published.parts(exhibit.name) if not part.shortened]
     held = Evidence(
         exhibit,
@@ -404,11 +495,15 @@ def _exhibit_status(
         tuple(filter(None, (records.find(part.name, "paper", folder) for part in whole))),
     )
     known = [experiments.get(name) for name in judged if name in experiments.names()]
-    experiment = next((one for one in known if not published.exhibit(one.name).shortened), next(iter(known), None))
+    experiment = next(
+        (one for one in known if not published.exhibit(one.name).shortened), next(iter(known), None)
+    )
     outcomes = held.outcomes()
     left = held.missing or states.not_run(exhibit, held.record, held.parts) or held.shortened
     live = place is not None and states.runs_live(exhibit)
-    state = states.state(exhibit, outcomes.numbers, outcomes.claims, held.record, some_tasks=bool(left), live=live)
+    state = states.state(
+        exhibit, outcomes.numbers, outcomes.claims, held.record, some_tasks=bool(left), live=live
+    )
     return ExhibitStatus(exhibit, state, outcomes, held, place, experiment)
 
 

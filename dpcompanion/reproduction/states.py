@@ -1,15 +1,17 @@
-"""Which state an exhibit is in: what its records hold beside the print, what they are without, and what follows.
+"""Which state an exhibit is in: what its records hold beside the print, what they are without, and
+what follows.
 
-An exhibit is *reproduced* if every number that it prints was recomputed at the paper's scale and matches or comes
-close, and every claim that was put to the test holds; *in part* if some do, or if the record is without a data set or a
-network that the exhibit shows; *contradicted* if none does and something disagrees; *undecided* if all claims are open,
-if only a chapter's quick run shows them, or if what disagrees are stand-ins or runs whose settings are not printed;
-*wrong in the paper* if something that it prints is proved wrong (the rest is counted beside it); *vacuous* if its
-statement holds whatever its numbers are, and so says nothing; *out of reach*, in place of undecided and not run, if it
-needs data, weights or days of a GPU that cannot be had here; *not run* otherwise.
-Findings of our own, and refutations, are counted apart and make nothing reproduced.
-Numbers of a stand-in, a record with none of the exhibit's networks, count as not run.
-What no experiment computes, such as a lemma, can be checked by tests, which `published` names.
+An exhibit is *reproduced* if every number that it prints was recomputed at the paper's scale and
+matches or comes close, and every claim that was put to the test holds; *in part* if some do, or if
+the record is without a data set or a network that the exhibit shows; *contradicted* if none does
+and something disagrees; *undecided* if all claims are open, if only a chapter's quick run shows
+them, or if what disagrees are stand-ins or runs whose settings are not printed; *wrong in the
+paper* if something that it prints is proved wrong (the rest is counted beside it); *vacuous* if its
+statement holds whatever its numbers are, and so says nothing; *out of reach*, in place of undecided
+and not run, if it needs data, weights or days of a GPU that cannot be had here; *not run*
+otherwise. Findings of our own, and refutations, are counted apart and make nothing reproduced.
+Numbers of a stand-in, a record with none of the exhibit's networks, count as not run. What no
+experiment computes, such as a lemma, can be checked by tests, which `published` names.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,10 +37,11 @@ STATES = {
 def values_of(
     exhibit: published.Exhibit, record: records.Record | None, parts: Iterable[records.Record] = ()
 ) -> tuple[dict[str, Any], set[str]]:
-    """What an exhibit's own record and those of its parts hold: (name -> value, the names of what is a stand-in's).
+    """What an exhibit's own record and those of its parts hold: (name -> value, the names of what
+    is a stand-in's).
 
-    Where several hold a value, that of the paper's network counts before that of a stand-in, then that of the paper's
-    scale, and then the exhibit's own.
+    Where several hold a value, that of the paper's network counts before that of a stand-in, then
+    that of the paper's scale, and then the exhibit's own.
 
     >>> exhibit = published.exhibit("individual-accounting/table-2")
     >>> values, of_stand_in = values_of(exhibit, records.find(exhibit.name))
@@ -47,21 +50,32 @@ def values_of(
     """
     values, of_stand_in = {}, set()
     found = [*parts] if record is None else [*parts, record]
-    for each in sorted(found, key=lambda one: (not experiments.is_stand_in(one, exhibit.name), one.preset == "paper")):
+    for each in sorted(
+        found,
+        key=lambda one: (not experiments.is_stand_in(one, exhibit.name), one.preset == "paper"),
+    ):
         values |= each.values
-        (of_stand_in.update if experiments.is_stand_in(each, exhibit.name) else of_stand_in.difference_update)(
-            each.values
-        )
+        (
+            of_stand_in.update
+            if experiments.is_stand_in(each, exhibit.name)
+            else of_stand_in.difference_update
+        )(each.values)
     return values, of_stand_in
 
 
-def numbers(exhibit: published.Exhibit, record: records.Record | None, parts: Sequence[records.Record]) -> Comparison:
-    """All numbers that an exhibit prints beside those of its own record and of its parts', see `values_of`."""
+def numbers(
+    exhibit: published.Exhibit, record: records.Record | None, parts: Sequence[records.Record]
+) -> Comparison:
+    """All numbers that an exhibit prints beside those of its own record and of its parts', see
+    `values_of`.
+    """
     printed = {
         key: value
         for key, value in exhibit.flat().items()
         if not exhibit.is_given(key)
-        and all(isinstance(entry, float) for entry in (value if isinstance(value, tuple) else (value,)))
+        and all(
+            isinstance(entry, float) for entry in (value if isinstance(value, tuple) else (value,))
+        )
     }
     values, of_stand_in = values_of(exhibit, record, parts)
     ours = {key: values[key] for key in printed if key in values}
@@ -76,34 +90,53 @@ def numbers(exhibit: published.Exhibit, record: records.Record | None, parts: Se
 
 
 def runs_live(exhibit: published.Exhibit) -> bool:
-    """Whether a quick run computes an exhibit, or what one of the paper's claims about it is judged by."""
-    claims = [criterion.of for criterion in experiments.criteria(exhibit.name) if criterion.kind == "claim"]
+    """Whether a quick run computes an exhibit, or what one of the paper's claims about it is judged
+    by.
+    """
+    claims = [
+        criterion.of
+        for criterion in experiments.criteria(exhibit.name)
+        if criterion.kind == "claim"
+    ]
     return any(
-        name in experiments.names() and "quick" in experiments.get(name).presets for name in (exhibit.name, *claims)
+        name in experiments.names() and "quick" in experiments.get(name).presets
+        for name in (exhibit.name, *claims)
     )
 
 
 def missing(exhibit: published.Exhibit, found: Iterable[records.Record]) -> tuple[str, ...]:
-    """The exhibit's data sets and networks that no record has; accounts alone, which load no data, miss nothing."""
+    """The exhibit's data sets and networks that no record has; accounts alone, which load no data,
+    miss nothing.
+    """
     found = [record for record in found if record.data]
     has = {entry["name"] for record in found for entry in record.data}
     has |= {name for record in found for name in experiments.networks(record)}
-    return tuple(part for part in (*exhibit.data, *exhibit.networks) if part not in has) if found else ()
+    return (
+        tuple(part for part in (*exhibit.data, *exhibit.networks) if part not in has)
+        if found
+        else ()
+    )
 
 
 def shortened(exhibit: published.Exhibit, found: Iterable[records.Record]) -> tuple[str, ...]:
-    """What the shortened runs among these records are of, where without them data or networks would be missing."""
+    """What the shortened runs among these records are of, where without them data or networks would
+    be missing.
+    """
     found = list(found)
     whole = [record for record in found if not published.exhibit(record.name).shortened]
-    words = dict.fromkeys(filter(None, (published.exhibit(record.name).shortened for record in found)))
+    words = dict.fromkeys(
+        filter(None, (published.exhibit(record.name).shortened for record in found))
+    )
     return () if whole and missing(exhibit, whole) == missing(exhibit, found) else tuple(words)
 
 
 def not_run(
     exhibit: published.Exhibit, record: records.Record | None, parts: Iterable[records.Record]
 ) -> tuple[str, ...]:
-    """The tasks that an exhibit's own record leaves out, and no part has, and the parts that lack their record while
-    another on the same data has its own; another exhibit's record may leave out what this does not show."""
+    """The tasks that an exhibit's own record leaves out, and no part has, and the parts that lack
+    their record while another on the same data has its own; another exhibit's record may leave out
+    what this does not show.
+    """
     if record is None or record.name != exhibit.name:
         return ()
     has = {entry["name"] for part in parts for entry in part.data}
@@ -158,5 +191,10 @@ def state(
     # A record of some of the paper's tasks neither reproduces nor contradicts it.
     if good == 0:
         return "contradicted" if bad and not (some_tasks or exhibit.unprinted) else open_still
-    whole = record is not None and record.preset == "paper" and not some_tasks and not numbers.get("not run")
+    whole = (
+        record is not None
+        and record.preset == "paper"
+        and not some_tasks
+        and not numbers.get("not run")
+    )
     return "reproduced" if bad + undecided == 0 and whole else "in part"

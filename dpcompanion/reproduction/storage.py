@@ -1,10 +1,11 @@
 """How records and pieces lie on the disk: fields as JSON, arrays beside them, both under a sha256.
 
-The JSON file comes last and says which arrays are its own, so that both are written whole or not at all, however their
-writer ends; what they replace is removed after that.  The JSON file holds a sha256 of its own fields, the name of the
-NPZ file one of the arrays, and both are checked when they are read.  (Files of earlier versions have arrays without a
-sha256 in the name, and none of themselves; pieces need one.)  NaN and infinities survive as `{"float": "nan"}`; a mean
-over seeds as `{"mean": ..., "sd": ..., "n": ...}`.
+The JSON file comes last and says which arrays are its own, so that both are written whole or not at
+all, however their writer ends; what they replace is removed after that. The JSON file holds a
+sha256 of its own fields, the name of the NPZ file one of the arrays, and both are checked when they
+are read. (Files of earlier versions have arrays without a sha256 in the name, and none of
+themselves; pieces need one.) NaN and infinities survive as `{"float": "nan"}`; a mean over seeds as
+`{"mean": ..., "sd": ..., "n": ...}`.
 """
 
 import contextlib
@@ -50,10 +51,17 @@ def mean_and_sd(values: Iterable[float] | torch.Tensor) -> MeanSD:
     """
     numbers = np.asarray(list(values), dtype=np.float64)
     if numbers.ndim != 1 or numbers.size == 0:
-        raise ValueError(f"values must be one number or more for each seed, got an array of shape {numbers.shape}")
+        raise ValueError(
+            "values must be one number or more for each seed, got an array of shape "
+            f"{numbers.shape}"
+        )
     # math.fsum is exact, so that the mean does not depend on how numpy splits its sum.
     mean = math.fsum(numbers) / numbers.size
-    sd = math.sqrt(math.fsum((numbers - mean) ** 2) / (numbers.size - 1)) if numbers.size > 1 else math.nan
+    sd = (
+        math.sqrt(math.fsum((numbers - mean) ** 2) / (numbers.size - 1))
+        if numbers.size > 1
+        else math.nan
+    )
     return MeanSD(mean, sd, numbers.size)
 
 
@@ -109,24 +117,35 @@ def _encode(value: Any) -> Any:
 def _decode(fields: dict[str, Any]) -> Any:
     if fields.keys() == {"float"} and fields["float"] in ("nan", "inf", "-inf"):
         return float(fields["float"])
-    if fields.keys() == {"mean", "sd", "n"} and all(type(value) in (int, float) for value in fields.values()):
+    if fields.keys() == {"mean", "sd", "n"} and all(
+        type(value) in (int, float) for value in fields.values()
+    ):
         return MeanSD(**fields)
     return fields
 
 
 def read_json(path: pathlib.Path, *, sealed: bool = False) -> Any:
-    """The fields of a JSON file without their sha256, which must be theirs; ValueError with the file's name if not.
+    """The fields of a JSON file without their sha256, which must be theirs; ValueError with the
+    file's name if not.
 
-    Where `sealed`, they must have one: a file whose sha256 has lost its name would pass for one of earlier versions."""
+    Where `sealed`, they must have one: a file whose sha256 has lost its name would pass for one of
+    earlier versions.
+    """
 
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is no JSON")
 
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"), object_hook=_decode, parse_constant=refuse)
+        fields = json.loads(
+            path.read_text(encoding="utf-8"), object_hook=_decode, parse_constant=refuse
+        )
         if sealed and not (isinstance(fields, dict) and "sha256" in fields):
             raise ValueError("it has no sha256 of its values")
-        if isinstance(fields, dict) and "sha256" in fields and fields.pop("sha256") != hash_of(fields):
+        if (
+            isinstance(fields, dict)
+            and "sha256" in fields
+            and fields.pop("sha256") != hash_of(fields)
+        ):
             raise ValueError("its values are not those that were written")
         return fields
     except ValueError as error:
@@ -140,13 +159,16 @@ def write_json(path: pathlib.Path, fields: dict[str, Any], **layout: Any) -> Non
 
 
 def read_whole(path: pathlib.Path, *, sealed: bool = False) -> tuple[Any, dict[str, np.ndarray]]:
-    """The fields of a JSON file and the arrays that they name; ValueError for what is damaged or missing. `sealed` as
-    in `read_json`."""
+    """The fields of a JSON file and the arrays that they name; ValueError for what is damaged or
+    missing. `sealed` as in `read_json`.
+    """
     while True:
         before = _identity(path)
         fields = read_json(path, sealed=sealed)
         try:
-            return fields, _read_arrays(path, fields.get("arrays") if isinstance(fields, dict) else None)
+            return fields, _read_arrays(
+                path, fields.get("arrays") if isinstance(fields, dict) else None
+            )
         except ValueError:
             if _identity(path) == before:  # otherwise another process has replaced both meanwhile
                 raise
@@ -157,8 +179,12 @@ def _identity(path: pathlib.Path) -> tuple[int, int, int]:
     return about.st_ino, about.st_mtime_ns, about.st_size
 
 
-def write_whole(path: pathlib.Path, fields: dict[str, Any], arrays: Mapping[str, np.ndarray], **layout: Any) -> None:
-    """Write fields as JSON, with what names their arrays, and the arrays, so that a reader finds the old or the new."""
+def write_whole(
+    path: pathlib.Path, fields: dict[str, Any], arrays: Mapping[str, np.ndarray], **layout: Any
+) -> None:
+    """Write fields as JSON, with what names their arrays, and the arrays, so that a reader finds
+    the old or the new.
+    """
     content = _packed(arrays)
     fields["arrays"] = {}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +195,8 @@ def write_whole(path: pathlib.Path, fields: dict[str, Any], arrays: Mapping[str,
             _files.replace(path.with_name(fields["arrays"]["file"]), content)
         write_json(path, fields, **layout)
         for file in path.parent.glob(f"{glob.escape(path.stem)}.*npz"):
-            # Where nobody can be locked out, young arrays may belong to a record that is being written.
+            # Where nobody can be locked out, young arrays may belong to a record that is being
+            # written.
             if (
                 _is_arrays_of(path, file.name)
                 and file.name != fields["arrays"].get("file")
@@ -181,7 +208,9 @@ def write_whole(path: pathlib.Path, fields: dict[str, Any], arrays: Mapping[str,
 
 @contextlib.contextmanager
 def _alone(folder: pathlib.Path) -> Iterator[bool]:
-    """Keep other writers out of a folder, in this and other processes and containers; False where that cannot be."""
+    """Keep other writers out of a folder, in this and other processes and containers; False where
+    that cannot be.
+    """
     if fcntl is None:
         yield False
         return
@@ -217,8 +246,14 @@ def _is_arrays_of(path: pathlib.Path, name: str) -> bool:
 def _read_arrays(path: pathlib.Path, about: Any) -> dict[str, np.ndarray]:
     if not about:
         return {}
-    if not isinstance(about, dict) or about.keys() != {"file", "sha256"} or not _is_arrays_of(path, str(about["file"])):
-        raise ValueError(f"{path} is damaged: its arrays must lie in {path.stem}.npz or {path.stem}.(sha256).npz")
+    if (
+        not isinstance(about, dict)
+        or about.keys() != {"file", "sha256"}
+        or not _is_arrays_of(path, str(about["file"]))
+    ):
+        raise ValueError(
+            f"{path} is damaged: its arrays must lie in {path.stem}.npz or {path.stem}.(sha256).npz"
+        )
     file = path.with_name(about["file"])
     try:
         content = file.read_bytes()

@@ -1,12 +1,14 @@
-"""Who does the pieces of a run: this process, other processes, a cluster, or several runs that share a folder.
+"""Who does the pieces of a run: this process, other processes, a cluster, or several runs that
+share a folder.
 
     with processes(8): ...                      eight processes here; one that is lost costs the piece that it was at
     with joblib.parallel_config("dask"): ...    any back end of joblib: Dask, Ray, joblib's own processes
     with share(2, 5): ...                       every fifth piece, from the second; the others are left to other runs
 
-`dpcompanion.reproduction.pieces` asks `each` to do its pieces, and says what it does not find when all is done.
-A worker writes its piece itself, whole or not at all, into a folder that all share, so what is lost with a worker is
-the piece that it was at; that one is given to another worker, twice at most.
+`dpcompanion.reproduction.pieces` asks `each` to do its pieces, and says what it does not find when
+all is done. A worker writes its piece itself, whole or not at all, into a folder that all share, so
+what is lost with a worker is the piece that it was at; that one is given to another worker, twice
+at most.
 
 >>> import operator
 >>> list(each(operator.neg, [1, 2, 3]))
@@ -62,7 +64,8 @@ def processes(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def share(which: int, of: int) -> Iterator[None]:
-    """Within, only every `of`-th piece is done, from number `which` (1 to `of`); 0 is the share of who merely merges.
+    """Within, only every `of`-th piece is done, from number `which` (1 to `of`); 0 is the share of
+    who merely merges.
 
     What is neither done here nor found raises `Missing`.
     """
@@ -96,8 +99,8 @@ def each(
     Args:
         work: name -> what it comes to.
         names: a list.
-        already: whether a name's work has left what it should, asked where a back end lost a worker and says no more;
-            what has comes to None.
+        already: whether a name's work has left what it should, asked where a back end lost a worker
+            and says no more; what has comes to None.
 
     Raises:
         RuntimeError: where three workers were lost with the same piece.
@@ -122,7 +125,9 @@ def each(
 
 
 class _Alone:
-    """A piece in a worker: (value, None), or (None, error); what it does in turn, it does in its own process."""
+    """A piece in a worker: (value, None), or (None, error); what it does in turn, it does in its
+    own process.
+    """
 
     def __init__(self, work: Callable[[Any], Any]):
         self.work = work
@@ -135,7 +140,9 @@ class _Alone:
                 return None, error
 
 
-def _by_processes(work: Callable[[Any], Outcome], names: Iterable[Any], number: int) -> Iterator[tuple[Any, Outcome]]:
+def _by_processes(
+    work: Callable[[Any], Outcome], names: Iterable[Any], number: int
+) -> Iterator[tuple[Any, Outcome]]:
     """Each process is a pool of its own, since a pool that loses one process ends the others."""
     _joblib()
     from joblib.externals.loky import ProcessPoolExecutor
@@ -146,9 +153,13 @@ def _by_processes(work: Callable[[Any], Outcome], names: Iterable[Any], number: 
         while waiting or running:
             while waiting and len(running) < number:
                 name = waiting.popleft()
-                pool = idle.pop() if idle else ProcessPoolExecutor(1, env={"OMP_NUM_THREADS": threads})
+                pool = (
+                    idle.pop() if idle else ProcessPoolExecutor(1, env={"OMP_NUM_THREADS": threads})
+                )
                 running[pool.submit(work, name)] = name, pool
-            for future in concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED).done:
+            for future in concurrent.futures.wait(
+                running, return_when=concurrent.futures.FIRST_COMPLETED
+            ).done:
                 name, pool = running.pop(future)
                 try:
                     outcome = future.result()
@@ -177,7 +188,9 @@ def _by_joblib(
         try:
             # Ray's back end gives all results at once, and none of them where a worker was lost.
             parallel = joblib.Parallel(
-                batch_size=1, pre_dispatch="all", return_as="generator_unordered" if generates else "list"
+                batch_size=1,
+                pre_dispatch="all",
+                return_as="generator_unordered" if generates else "list",
             )
             for name, outcome in parallel(joblib.delayed(_named)(work, name) for name in missing):
                 done.add(name)
@@ -194,7 +207,9 @@ def _by_joblib(
             fruitless = 1 if some else fruitless + 1
             if fruitless == ATTEMPTS:
                 left = [name for name in names if name not in done]
-                raise RuntimeError(f"{ATTEMPTS} workers were lost, the last at one of {', '.join(left)}") from error
+                raise RuntimeError(
+                    f"{ATTEMPTS} workers were lost, the last at one of {', '.join(left)}"
+                ) from error
 
 
 def _named(work: Callable[[Any], Outcome], name: Any) -> tuple[Any, Outcome]:

@@ -10,18 +10,27 @@
   computed; `stepping`: a loop of one's own; `following`: whether they are those of the run;
 * `models`: the papers' networks.
 
-Handed on from `dpcompanion.mechanism`: `DPSGDPlan`, `PoissonSampler`, `gaussian_noise`, `generators`; and from
-`dpcompanion.gradients`: `clipped_sum`, `gradient_norms`, `cross_entropy`.
+Handed on from `dpcompanion.mechanism`: `DPSGDPlan`, `PoissonSampler`, `gaussian_noise`,
+`generators`; and from `dpcompanion.gradients`: `clipped_sum`, `gradient_norms`, `cross_entropy`.
 
 A plan, a training, and what it cost each example:
 
 >>> import torch
 >>> x = torch.randn(1000, 5, generator=torch.Generator().manual_seed(0))
 >>> y = (x[:, 0] > 0).long()
->>> plan = DPSGDPlan.for_epsilon(2.0, n=1000, sample_rate=0.05, steps=100, max_grad_norm=1.0, delta=1e-5)
+>>> plan = DPSGDPlan.for_epsilon(
+...     2.0, n=1000, sample_rate=0.05, steps=100, max_grad_norm=1.0, delta=1e-5
+... )
 >>> model = torch.nn.Linear(5, 2)
->>> history = train(model, cross_entropy, (x, y), plan, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), seed=0,
-...                 progress=False)
+>>> history = train(
+...     model,
+...     cross_entropy,
+...     (x, y),
+...     plan,
+...     optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+...     seed=0,
+...     progress=False,
+... )
 >>> f"{len(history.batch_sizes)} steps, epsilon {plan.epsilon():.2f} at delta {plan.delta:g}"
 '100 steps, epsilon 2.00 at delta 1e-05'
 """

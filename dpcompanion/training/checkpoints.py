@@ -1,9 +1,10 @@
 """Checkpoints of runs: one file, written whole or not at all, and read only as it was written.
 
-A `Checkpoint` says to `train` and `train_ensemble` where it lies, how often it is written and what it holds besides.
+A `Checkpoint` says to `train` and `train_ensemble` where it lies, how often it is written and what
+it holds besides.
 
-A file is a line that says what it is, the sha256 of what follows, and what `torch.save` made of the content. It is read
-back with `weights_only`, so that it cannot run code.
+A file is a line that says what it is, the sha256 of what follows, and what `torch.save` made of the
+content. It is read back with `weights_only`, so that it cannot run code.
 
 >>> import pathlib, tempfile
 >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.pt"
@@ -34,18 +35,21 @@ _MAGIC = b"dpcompanion checkpoint\n"
 class Checkpoint:
     """Where a run is kept, so that it can go on where it stopped.
 
-    If the file exists the run goes on from there, which takes the same plan, data, architecture and optimizer. It is
-    written every so many steps, at the end, and on Ctrl-C, which waits for the step to end (a second one does not).
+    If the file exists the run goes on from there, which takes the same plan, data, architecture and
+    optimizer. It is written every so many steps, at the end, and on Ctrl-C, which waits for the
+    step to end (a second one does not).
 
-    Without a seed the keys of the noise lie beside it, in a file of the same name and ".key" that only its owner can
-    read; it goes when the run ends. A reader of it while the run lasts can subtract the noise. Where it is lost, the
-    run goes on with new keys and a warning: as private, but not the same.
+    Without a seed the keys of the noise lie beside it, in a file of the same name and ".key" that
+    only its owner can read; it goes when the run ends. A reader of it while the run lasts can
+    subtract the noise. Where it is lost, the run goes on with new keys and a warning: as private,
+    but not the same.
 
     Args:
-        path: the file. Its folder notes which seeds were used on which data (seeds-used.json), and a seed that is used
-            on others is warned of.
+        path: the file. Its folder notes which seeds were used on which data (seeds-used.json), and
+            a seed that is used on others is warned of.
         every: steps from one writing to the next; an epoch's by default.
-        stateful: {name: object} of more to save and restore, by state_dict and load_state_dict, such as a scheduler.
+        stateful: {name: object} of more to save and restore, by state_dict and load_state_dict,
+        such as a scheduler.
 
     Raises:
         ValueError: a path that is none, an `every` below 1, or an object without the two methods.
@@ -67,7 +71,8 @@ class Checkpoint:
         for name, item in self.stateful.items():
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise ValueError(
-                    f"stateful must hold objects with state_dict and load_state_dict, but {name!r} is a "
+                    f"stateful must hold objects with state_dict and load_state_dict, but {name!r} "
+                    "is a "
                     f"{type(item).__name__}"
                 )
 
@@ -91,7 +96,8 @@ def digest_of(*tensors):
 
 
 def plain(value):
-    """`value` in types that a checkpoint can be read back with: numbers, text, tensors, and lists and dicts of them.
+    """`value` in types that a checkpoint can be read back with: numbers, text, tensors, and lists
+    and dicts of them.
 
     Raises:
         ValueError: for anything else.
@@ -113,7 +119,9 @@ def plain(value):
 
 
 def write_checkpoint(path, content):
-    """Write `content`, of types as `plain` returns them, whole or not at all, under a sha256 of its bytes."""
+    """Write `content`, of types as `plain` returns them, whole or not at all, under a sha256 of its
+    bytes.
+    """
     buffer = io.BytesIO()
     torch.save(content, buffer)
     payload = buffer.getvalue()
@@ -121,12 +129,16 @@ def write_checkpoint(path, content):
 
 
 def read_checkpoint(path, keys):
-    """The content of a file that `write_checkpoint` wrote, a dict with these keys; ValueError for any other file."""
+    """The content of a file that `write_checkpoint` wrote, a dict with these keys; ValueError for
+    any other file.
+    """
     name = os.fspath(path)
     with open(path, "rb") as file:
         written = file.read()
     if not written.startswith(_MAGIC):
-        raise ValueError(f"checkpoint must be one of a training run of this version, but {name!r} is none")
+        raise ValueError(
+            f"checkpoint must be one of a training run of this version, but {name!r} is none"
+        )
     digest, _, payload = written[len(_MAGIC) :].partition(b"\n")
     if hashlib.sha256(payload).hexdigest().encode() != digest:
         raise ValueError(
@@ -136,8 +148,14 @@ def read_checkpoint(path, keys):
     try:
         content = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
-        raise ValueError(f"checkpoint must be one of a training run, but {name!r} cannot be read: {error}") from error
-    if not isinstance(content, dict) or content.keys() != set(keys) or not isinstance(content["identity"], dict):
+        raise ValueError(
+            f"checkpoint must be one of a training run, but {name!r} cannot be read: {error}"
+        ) from error
+    if (
+        not isinstance(content, dict)
+        or content.keys() != set(keys)
+        or not isinstance(content["identity"], dict)
+    ):
         raise ValueError(
             f"checkpoint must be one of such a run, with {', '.join(keys)}, but {name!r} holds "
             f"{', '.join(map(str, content)) if isinstance(content, dict) else type(content).__name__}"
@@ -151,11 +169,12 @@ def key_file(checkpoint):
 
 
 def note_seeds(checkpoint, runs):
-    """Note in the checkpoint's folder which data seeds were used on; a RuntimeWarning where these are others.
+    """Note in the checkpoint's folder which data seeds were used on; a RuntimeWarning where these
+    are others.
 
-    Two runs of one seed share their noise, so that the difference of two models tells how their data differ. The file,
-    seeds-used.json, holds for each seed the digests of its data; one that is damaged is begun anew. Runs that begin
-    together are compared with earlier ones only.
+    Two runs of one seed share their noise, so that the difference of two models tells how their
+    data differ. The file, seeds-used.json, holds for each seed the digests of its data; one that is
+    damaged is begun anew. Runs that begin together are compared with earlier ones only.
 
     Args:
         checkpoint: its path.
@@ -163,7 +182,10 @@ def note_seeds(checkpoint, runs):
     """
     path = pathlib.Path(checkpoint).parent / "seeds-used.json"
     try:
-        known = {str(seed): list(digests) for seed, digests in json.loads(path.read_text(encoding="utf-8")).items()}
+        known = {
+            str(seed): list(digests)
+            for seed, digests in json.loads(path.read_text(encoding="utf-8")).items()
+        }
     except (OSError, ValueError, TypeError, AttributeError):
         known = {}
     runs = list(dict.fromkeys((str(seed), digest) for seed, digest in runs))
@@ -173,8 +195,10 @@ def note_seeds(checkpoint, runs):
     again = [seed for seed in dict.fromkeys(seed for seed, _ in new) if known.get(seed)]
     if again:
         warnings.warn(
-            f"seed {', '.join(again[:5])}{' and more' * (len(again) > 5)} has been used on other data with a "
-            f"checkpoint in {os.fspath(path.parent)!r}: both runs have the same noise, which cancels in the "
+            f"seed {', '.join(again[:5])}{' and more' * (len(again) > 5)} has been used on other "
+            "data with a "
+            f"checkpoint in {os.fspath(path.parent)!r}: both runs have the same noise, which "
+            "cancels in the "
             "difference of the models; publish neither, or leave the seed out",
             RuntimeWarning,
             stacklevel=3,
@@ -185,13 +209,20 @@ def note_seeds(checkpoint, runs):
 
 
 def write_keys(path, streams, forward_seed):
-    """Write the keys of the streams {name: `SecureStream`}, into a file that only its owner can read."""
-    content = {"keys": {name: stream.key.hex() for name, stream in streams.items()}, "forward": forward_seed}
+    """Write the keys of the streams {name: `SecureStream`}, into a file that only its owner can
+    read.
+    """
+    content = {
+        "keys": {name: stream.key.hex() for name, stream in streams.items()},
+        "forward": forward_seed,
+    }
     _files.replace(path, json.dumps(content).encode(), mode=0o600)
 
 
 def read_keys(path, streams):
-    """Give the streams the keys that the file holds, and return its forward seed; None, with a warning, without one."""
+    """Give the streams the keys that the file holds, and return its forward seed; None, with a
+    warning, without one.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
@@ -200,7 +231,8 @@ def read_keys(path, streams):
         return _checks.whole_number("forward", content["forward"], 0)
     except FileNotFoundError:
         warnings.warn(
-            f"{path!r} is gone, so that the run goes on with new random numbers: as private as it was, but "
+            f"{path!r} is gone, so that the run goes on with new random numbers: as private as it "
+            "was, but "
             "not the run that it would have been",
             RuntimeWarning,
             stacklevel=4,
@@ -208,6 +240,7 @@ def read_keys(path, streams):
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"checkpoint must have its keys in {path!r} as they were written, but that file is damaged "
+            f"checkpoint must have its keys in {path!r} as they were written, but that file is "
+            "damaged "
             f"({error}); remove it to go on with new random numbers"
         ) from None

@@ -1,7 +1,8 @@
-r"""Items of a data set as one batch: what a `collate_fn` makes of them, and how model and loss are called with it.
+r"""Items of a data set as one batch: what a `collate_fn` makes of them, and how model and loss are
+called with it.
 
-A batch is a pair (inputs, targets), or a mapping such as Hugging Face's collators return.  Both may be nested; all
-tensors have the examples along their first axis.
+A batch is a pair (inputs, targets), or a mapping such as Hugging Face's collators return. Both may
+be nested; all tensors have the examples along their first axis.
 
 =============================  ==================================================================================
 a batch                        model and loss
@@ -12,9 +13,10 @@ a mapping                      ``loss(model(**entries), batch)`` with the entrie
                                all but "labels", of which the model's own loss would be a mean over the batch
 =============================  ==================================================================================
 
-An example's gradient is bounded only if its tensors are its own.  So `Reader.prove` tries a `collate_fn` before a run:
-what it makes of an example must not change where others take the places beside it (mixup, a batch's mean, an order by
-length), and, unless it draws at random, the loss alone is the loss in company (padding that the model is not told of).
+An example's gradient is bounded only if its tensors are its own. So `Reader.prove` tries a
+`collate_fn` before a run: what it makes of an example must not change where others take the places
+beside it (mixup, a batch's mean, an order by length), and, unless it draws at random, the loss
+alone is the loss in company (padding that the model is not told of).
 
 >>> items = [{"ids": torch.arange(size), "labels": size} for size in (1, 2, 3)]
 >>> def padded(items):
@@ -54,7 +56,12 @@ class Reader:
         name: what the function is called in messages.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None, name: str = "collate_fn"):
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        name: str = "collate_fn",
+    ):
         self.dataset, self.collate_fn, self.name = dataset, collate_fn, name
 
     def items(self, places: Sequence[int]) -> list[Any]:
@@ -63,7 +70,9 @@ class Reader:
         together = getattr(self.dataset, "__getitems__", None)
         found = list(together(places)) if together else [self.dataset[place] for place in places]
         if len(found) != len(places):
-            raise ValueError(f"data must give as many items as it is asked for, {len(places)}, got {len(found)}")
+            raise ValueError(
+                f"data must give as many items as it is asked for, {len(places)}, got {len(found)}"
+            )
         return found
 
     def read(self, places: Sequence[int]) -> tuple[Any, Any]:
@@ -77,17 +86,24 @@ class Reader:
         if all(isinstance(item, Mapping) for item in items):
             return self._parts(default_collate([dict(item) for item in items]), len(items))
         if not all(isinstance(item, (tuple, list)) and len(item) == 2 for item in items):
-            raise ValueError(f"data must have items (x, y) or mappings, got {type(items[0]).__name__}")
+            raise ValueError(
+                f"data must have items (x, y) or mappings, got {type(items[0]).__name__}"
+            )
         return self._parts(default_collate([tuple(item) for item in items]), len(items))
 
     def _parts(self, batch, n):
         if isinstance(batch, Mapping):
             x = {key: part for key, part in batch.items() if key != LABELS}
             if not x:
-                raise ValueError(f"{self._of} must be of more than {LABELS!r}, which the model is not given")
+                raise ValueError(
+                    f"{self._of} must be of more than {LABELS!r}, which the model is not given"
+                )
             return self._checked(x, n), self._checked(batch, n)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise ValueError(f"{self._of} must be a pair (inputs, targets) or a mapping, got {type(batch).__name__}")
+            raise ValueError(
+                f"{self._of} must be a pair (inputs, targets) or a mapping, got "
+                f"{type(batch).__name__}"
+            )
         return self._checked(batch[0], n), self._checked(batch[1], n)
 
     @property
@@ -99,17 +115,23 @@ class Reader:
         try:
             batch = Batch.of(tree)
         except ValueError as error:
-            advice = ", arrays or numbers; give it a transform or a collate_fn" if self.collate_fn is None else ""
+            advice = (
+                ", arrays or numbers; give it a transform or a collate_fn"
+                if self.collate_fn is None
+                else ""
+            )
             raise ValueError(f"{self._of} must hold tensors: {error}{advice}") from None
         if len(batch) != n:
-            raise ValueError(f"{self._of} must have the examples first, {n} here, got {batch.shape}")
+            raise ValueError(
+                f"{self._of} must have the examples first, {n} here, got {batch.shape}"
+            )
         return tree if isinstance(tree, torch.Tensor) else batch
 
     def prove(self, model: torch.nn.Module, loss: Any) -> None:
         """Refuse a `collate_fn` that mixes examples or changes their order; see the module's text.
 
-        Of 64 items four of the smallest and four of the largest are tried. A function that draws at random must draw
-        from the generators of PyTorch, NumPy or Python.
+        Of 64 items four of the smallest and four of the largest are tried. A function that draws at
+        random must draw from the generators of PyTorch, NumPy or Python.
 
         Args:
             model, loss: functions of what `read` gives (`called`).
@@ -124,7 +146,8 @@ class Reader:
             looked_through = self.items(proof.rows_to_look_through(len(self.dataset)).tolist())
 
         def collated(items, seed=0):
-            with contextlib.suppress(copy.Error, TypeError, NotImplementedError):  # items that cannot be copied
+            # items that cannot be copied
+            with contextlib.suppress(copy.Error, TypeError, NotImplementedError):
                 items = copy.deepcopy(items)  # they may be taken apart
             with traces.drawing_alike(cpu, seed):
                 return self.collated(items)
@@ -134,13 +157,15 @@ class Reader:
 
         by_size = sorted(looked_through, key=size)
         chosen = by_size[: _COMPARED // 2] + by_size[_COMPARED // 2 :][-_COMPARED // 2 :]
-        # The largest stays the first, so that what is beside an example changes nothing that only its length decides.
+        # The largest stays the first, so that what is beside an example changes nothing that only
+        # its length decides.
         order = torch.randperm(len(chosen) - 1, generator=torch.Generator().manual_seed(0)).tolist()
         items = [chosen[-1], *(chosen[place] for place in order)]
         together = collated(items)
         if not same_parts(together, collated(items)):
             raise ValueError(
-                f"{self.name} must make the same batch of the same items and draws, but it changes from call to call: "
+                f"{self.name} must make the same batch of the same items and draws, but it changes "
+                "from call to call: "
                 "it must keep nothing, and draw from no generator of its own"
             )
         steady = same_parts(together, collated(items, seed=1))
@@ -152,11 +177,16 @@ class Reader:
 
     def _prove_kept(self, items, kept, together, collated):
         for other in items[1:]:
-            replaced = collated([item if place in kept else other for place, item in enumerate(items)])
+            replaced = collated(
+                [item if place in kept else other for place, item in enumerate(items)]
+            )
             for part, found in zip(together, replaced):
-                if part.shape[1:] == found.shape[1:] and not same_parts((part[kept],), (found[kept],)):
+                if part.shape[1:] == found.shape[1:] and not same_parts(
+                    (part[kept],), (found[kept],)
+                ):
                     raise ValueError(
-                        f"{self.name} must make each example's tensors of this example alone, in its place, but they "
+                        f"{self.name} must make each example's tensors of this example alone, in "
+                        "its place, but they "
                         "change with the others in the batch; mix nothing, and keep the order"
                     )
 
@@ -169,12 +199,15 @@ class Reader:
 
         with torch.no_grad(), traces.evaluating(model), traces.drawing_alike(device):
             whole, single = losses(together), torch.cat([losses(parts) for parts in alone])
-        floor = tolerances(whole)[1]  # what padding adds may be little, and is more than rounding by other shapes
+        # what padding adds may be little, and is more than rounding by other shapes
+        floor = tolerances(whole)[1]
         floor = min(5 * floor, max(floor, 1e-3))
         if not torch.allclose(whole, single, rtol=floor, atol=floor, equal_nan=True):
             raise ValueError(
-                f"{self.name} must leave an example's loss what it is alone, but it changes with the examples beside "
-                f"it: {whole[:4].tolist()} together, {single[:4].tolist()} alone; give the model an attention_mask, "
+                f"{self.name} must leave an example's loss what it is alone, but it changes with "
+                "the examples beside "
+                f"it: {whole[:4].tolist()} together, {single[:4].tolist()} alone; give the model "
+                "an attention_mask, "
                 "and label the padding -100"
             )
 

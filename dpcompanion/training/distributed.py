@@ -1,27 +1,30 @@
-r"""One run on several processes, the ranks of `torch.distributed`: the only place where ranks differ.
+r"""One run on several processes, the ranks of `torch.distributed`: the only place where ranks
+differ.
 
 Every rank is given the same plan, data, model and options, and calls `train` alike.  At each step
 
-1. all ranks make the same Poisson draw, from one key, and the same limits (filters decide before the draw);
+1. all ranks make the same Poisson draw, from one key, and the same limits (filters decide before
+  the draw);
 2. each rank computes the clipped sum of its share of the draw, which may be empty;
 3. norms and losses of all shares are gathered, so that trackers, callbacks and histories are alike;
-4. the sums are added up on rank 0, which adds the noise, once; what all ranks receive is the noisy sum.
+4. the sums are added up on rank 0, which adds the noise, once; what all ranks receive is the noisy
+  sum.
 
-So all ranks take the same step, to the last bit, and the account is that of one process.  The result is that of one
-process up to the order of sums; what is random in a model (dropout), a transform or the choice of a person's rows
-differs from rank to rank.
+So all ranks take the same step, to the last bit, and the account is that of one process. The result
+is that of one process up to the order of sums; what is random in a model (dropout), a transform or
+the choice of a person's rows differs from rank to rank.
 
-Norms, losses and whether all is well are exchanged by the hosts (gloo), the sums by NCCL where the process group has
-it.  So a step on GPUs waits for them, as one on a single GPU does not.
+Norms, losses and whether all is well are exchanged by the hosts (gloo), the sums by NCCL where the
+process group has it. So a step on GPUs waits for them, as one on a single GPU does not.
 
-A rank whose gradients fail says so before sums are exchanged, and all ranks raise before they step; one that fails
-later, as in a callback, ends all after the step.
-Ranks that disagree on what they are given are refused before the first step, and ranks whose weights differ later at
-the next checkpoint, or at the end.
+A rank whose gradients fail says so before sums are exchanged, and all ranks raise before they step;
+one that fails later, as in a callback, ends all after the step. Ranks that disagree on what they
+are given are refused before the first step, and ranks whose weights differ later at the next
+checkpoint, or at the end.
 
-**What is trusted.**  Clipped sums travel without noise from rank to rank, and where there is no seed so does the key of
-the draws: whoever reads along, or runs a rank, learns what the guarantee hides.  `torch.distributed` encrypts nothing.
-The key of the noise never leaves rank 0.
+**What is trusted.** Clipped sums travel without noise from rank to rank, and where there is no seed
+so does the key of the draws: whoever reads along, or runs a rank, learns what the guarantee hides.
+`torch.distributed` encrypts nothing. The key of the noise never leaves rank 0.
 
 >>> ranks = current()
 >>> ranks.size, ranks.share(10)
@@ -56,7 +59,9 @@ class Ranks:
         return self.rank == 0
 
     def share(self, n: int) -> slice:
-        """Which of n items are this rank's: the shares of all ranks, in their order, are all items."""
+        """Which of n items are this rank's: the shares of all ranks, in their order, are all
+        items.
+        """
         return slice(n * self.rank // self.size, n * (self.rank + 1) // self.size)
 
     def stream(self, name: str) -> str:
@@ -75,8 +80,12 @@ class Ranks:
         """Numbers of n items, (n,) each, of which every rank has those of its share."""
         return shares
 
-    def released(self, total: torch.Tensor, noisy: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The sum of all ranks' totals with noise, which `noisy` adds on rank 0: the same bits on every rank."""
+    def released(
+        self, total: torch.Tensor, noisy: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """The sum of all ranks' totals with noise, which `noisy` adds on rank 0: the same bits on
+        every rank.
+        """
         return noisy(total)
 
     def same(self, described: Callable[[], Mapping[str, str]], what: str) -> None:
@@ -130,9 +139,9 @@ class _Several(Ranks):
         # The last rank has a share if any has, and so knows the type.
         types = [_TYPES[int(kind)] for kind in blocks[-1][:, 0]]
         return tuple(
-            torch.cat([block[i, 1 : 1 + end - start] for block, start, end in zip(blocks, ends, ends[1:])]).to(
-                device=share.device, dtype=types[i]
-            )
+            torch.cat(
+                [block[i, 1 : 1 + end - start] for block, start, end in zip(blocks, ends, ends[1:])]
+            ).to(device=share.device, dtype=types[i])
             for i, share in enumerate(shares)
         )
 
@@ -152,7 +161,8 @@ class _Several(Ranks):
         everyone: list[Any] = [None] * self.size
         self._call(dist.all_gather_object, everyone, ours, group=self._host)
         found = [
-            f"{name} ({theirs.get(name, 'none'):.40} on rank {rank}, {everyone[0].get(name, 'none'):.40} on rank 0)"
+            f"{name} ({theirs.get(name, 'none'):.40} on rank {rank}, "
+            f"{everyone[0].get(name, 'none'):.40} on rank 0)"
             for rank, theirs in enumerate(everyone)
             for name in {**everyone[0], **theirs}
             if theirs.get(name) != everyone[0].get(name)
@@ -163,7 +173,8 @@ class _Several(Ranks):
     def check_generator(self, device):
         if torch.device(device).type != "cpu":
             raise ValueError(
-                f"generator_device must be 'cpu' on {self.size} ranks, got {str(device)!r}: what a GPU draws depends "
+                f"generator_device must be 'cpu' on {self.size} ranks, got {str(device)!r}: what a "
+                "GPU draws depends "
                 "on its make, and all ranks must make the same draws"
             )
 
@@ -173,20 +184,28 @@ class _Several(Ranks):
         self._over = False
 
     def _agreed(self, flag=False, error=None):
-        """Whether the flag is up on some rank. If another has failed instead, this one ends, too."""
+        """Whether the flag is up on some rank. If another has failed instead, this one ends,
+        too.
+        """
         mine = torch.tensor([error is not None, bool(flag)], dtype=torch.int64)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         self._call(dist.all_gather, found, mine, group=self._host)
         failed, up = torch.stack(found).T
         if failed.any():
             texts: list[Any] = [None] * self.size
-            text = None if error is None else (isinstance(error, ValueError), f"{type(error).__name__}: {error}")
+            text = (
+                None
+                if error is None
+                else (isinstance(error, ValueError), f"{type(error).__name__}: {error}")
+            )
             self._call(dist.all_gather_object, texts, text, group=self._host)
             self._over = True
             if error is None:
                 rank = int(failed.argmax())
                 refused, said = texts[rank]
-                raise (ValueError if refused else RuntimeError)(f"rank {rank} of {self.size} ended the run: {said}")
+                raise (ValueError if refused else RuntimeError)(
+                    f"rank {rank} of {self.size} ended the run: {said}"
+                )
         return bool(up.any())
 
     def _failed(self, error):
@@ -209,7 +228,8 @@ def current() -> Ranks:
 
 @contextlib.contextmanager
 def joined(*, lasting: bool = False) -> Iterator[Ranks]:
-    """All ranks of the process group, if one of several is initialised, in one run: what one raises ends all.
+    """All ranks of the process group, if one of several is initialised, in one run: what one raises
+    ends all.
 
     Args:
         lasting: whether they meet afterwards, too, as in a loop of the user's own.
@@ -220,8 +240,10 @@ def joined(*, lasting: bool = False) -> Iterator[Ranks]:
     processes = _processes()
     if processes > 1 and not dist.is_initialized():
         raise ValueError(
-            f"torch.distributed must be initialised in each of the {processes} processes that torchrun started, which "
-            "would each train and release a model of its own: call torch.distributed.init_process_group() first"
+            f"torch.distributed must be initialised in each of the {processes} processes that "
+            "torchrun started, which "
+            "would each train and release a model of its own: call "
+            "torch.distributed.init_process_group() first"
         )
     ranks = _Several() if processes > 1 else _ALONE
     before = _current.set(ranks)
@@ -235,10 +257,13 @@ def joined(*, lasting: bool = False) -> Iterator[Ranks]:
 
 
 def check_one_process(what: str, instead: str) -> None:
-    """Refuse what runs in one process only where there are several: each would release a model of its own."""
+    """Refuse what runs in one process only where there are several: each would release a model of
+    its own.
+    """
     if (processes := _processes()) > 1:
         raise ValueError(
-            f"{what} must run in one process, got {processes} of torch.distributed, each of which would train and "
+            f"{what} must run in one process, got {processes} of torch.distributed, each of which "
+            "would train and "
             f"release a model of its own: {instead}"
         )
 
@@ -253,7 +278,9 @@ def _processes():
 
 
 def digest(*values: Any) -> str:
-    """A sha256 of numbers, texts and tensors, in lists and dicts of any nesting; of other objects, of their type."""
+    """A sha256 of numbers, texts and tensors, in lists and dicts of any nesting; of other objects,
+    of their type.
+    """
     total = hashlib.sha256()
 
     def add(value):

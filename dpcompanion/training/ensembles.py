@@ -1,9 +1,9 @@
 r"""Many runs of DP-SGD side by side: trials, budgets, sweeps, shadow models.
 
-Run r has its own plan, seed, members, learning rate and first weights, and is,
-up to rounding, the run that `dpcompanion.training.train` makes with plain SGD of the same plan and seed: the
-same Poisson draws, the same noise, the same steps.  What is trained beside it
-plays no part.  Runs share the architecture, the examples and the number of steps::
+Run r has its own plan, seed, members, learning rate and first weights, and is, up to rounding, the
+run that `dpcompanion.training.train` makes with plain SGD of the same plan and seed: the same
+Poisson draws, the same noise, the same steps. What is trained beside it plays no part. Runs share
+the architecture, the examples and the number of steps::
 
     for t in 1..T:
         B_r    <- Poisson draw of run r, among its members                 for every r
@@ -65,49 +65,66 @@ def train_ensemble(
     """Train R runs side by side by DP-SGD, each as its plan says.
 
     Args:
-        model: a module, from whose weights all runs start, or R modules of one architecture. They are not changed.
-            They may draw nothing at random (no dropout).
+        model: a module, from whose weights all runs start, or R modules of one architecture. They
+            are not changed. They may draw nothing at random (no dropout).
         loss: (outputs, targets) -> (n,), such as `cross_entropy`.
-        data: (x, y), tensors of n examples each, the same for all runs; no data set with items, which `train` takes.
+        data: (x, y), tensors of n examples each, the same for all runs; no data set with items,
+        which `train` takes.
         plans: a `DPSGDPlan` for all runs, or R of them with the same n and steps.
-        seeds: R whole numbers, for research: a run's batches and noise come from keys hashed from its own.
+        seeds: R whole numbers, for research: a run's batches and noise come from keys hashed from
+        its own.
         learning_rate: a number or (R,).
         momentum, weight_decay: m and w above, at least 0; the same for all runs.
-        members: (R, n) booleans, who is in the data set of run r at all. Others toss their coins too, but are never
-            taken. The sum is still divided by the plan's public constant, the sum of all n rates.
-        add: a function of the `Ensemble`, called at each step between clipping and noise: what to add to the clipped
-            sums, (R, parameters). Its `gradients_of` helps. What is added is outside the plan's guarantee.
+        members: (R, n) booleans, who is in the data set of run r at all. Others toss their coins
+            too, but are never taken. The sum is still divided by the plan's public constant, the
+            sum of all n rates.
+        add: a function of the `Ensemble`, called at each step between clipping and noise: what to
+            add to the clipped sums, (R, parameters). Its `gradients_of` helps. What is added is
+            outside the plan's guarantee.
         device: where to train; the model's own by default.
         method: how to clip, see `dpcompanion.gradients.clipping`.
-        precision: None for the model's own, or "bf16" for the way forward and back, which takes a model whose layers
-            can be stacked.
-        microbatch_size: examples, of all runs together, in one pass. By default as many as suit a processor's
-            caches (`dpcompanion.gradients.microbatches`), or 1,024.
+        precision: None for the model's own, or "bf16" for the way forward and back, which takes a
+            model whose layers can be stacked.
+        microbatch_size: examples, of all runs together, in one pass. By default as many as suit a
+            processor's caches (`dpcompanion.gradients.microbatches`), or 1,024.
         workers: threads that share the runs; on a CPU as many as PyTorch's own by default, else 1.
-        callbacks: `Callbacks`, functions of the `Ensemble`, which may end all runs or some (`Ensemble.stop`); a dict
-            that on_epoch returns goes into `epochs`. An epoch is that of the first plan.
-        checkpoint: a `Checkpoint`, from which the runs go on if its file exists, and which they write.
-        generator_device: where to draw batches and noise. The CPU gives the same draws for every device.
+        callbacks: `Callbacks`, functions of the `Ensemble`, which may end all runs or some
+            (`Ensemble.stop`); a dict that on_epoch returns goes into `epochs`. An epoch is that of
+            the first plan.
+        checkpoint: a `Checkpoint`, from which the runs go on if its file exists, and which they
+        write.
+        generator_device: where to draw batches and noise. The CPU gives the same draws for every
+        device.
         progress: show a bar; by default on a terminal only.
 
     Returns:
-        Ensemble. `Ensemble.history` has the history of each run: the steps that it took, and its statement.
+        Ensemble. `Ensemble.history` has the history of each run: the steps that it took, and its
+        statement.
 
     Raises:
-        ValueError: for plans, models, members or data that do not fit together, a model that mixes examples or draws at
-            random, a checkpoint of another ensemble, or a `torch.distributed` group of several processes.
+        ValueError: for plans, models, members or data that do not fit together, a model that mixes
+            examples or draws at random, a checkpoint of another ensemble, or a `torch.distributed`
+            group of several processes.
 
     >>> from dpcompanion.training import DPSGDPlan, cross_entropy, models, train_ensemble
     >>> x, y = torch.randn(100, 2), torch.arange(100) % 2
-    >>> plans = [DPSGDPlan(n=100, sample_rate=0.1, steps=20, max_grad_norm=C, noise_multiplier=1.0, delta=1e-3)
-    ...          for C in (0.1, 1.0, 10.0)]
-    >>> ensemble = train_ensemble(models.linear(2, 2), cross_entropy, (x, y), plans, seeds=[0, 0, 0], learning_rate=0.1)
+    >>> plans = [
+    ...     DPSGDPlan(
+    ...         n=100, sample_rate=0.1, steps=20, max_grad_norm=C, noise_multiplier=1.0, delta=1e-3
+    ...     )
+    ...     for C in (0.1, 1.0, 10.0)
+    ... ]
+    >>> ensemble = train_ensemble(
+    ...     models.linear(2, 2), cross_entropy, (x, y), plans, seeds=[0, 0, 0], learning_rate=0.1
+    ... )
     >>> ensemble.parameters["weight"].shape, ensemble.predict(x).shape
     (torch.Size([3, 2, 2]), torch.Size([3, 100, 2]))
     >>> ensemble.model(2)
     Linear(in_features=2, out_features=2, bias=True)
     """
-    check_one_process("train_ensemble", "give each process its own runs before the group is initialised")
+    check_one_process(
+        "train_ensemble", "give each process its own runs before the group is initialised"
+    )
     callbacks, checkpoint = check_extras(callbacks, checkpoint)
     ensemble = Ensemble(
         model,
@@ -119,7 +136,9 @@ def train_ensemble(
         momentum=momentum,
         weight_decay=weight_decay,
         members=members,
-        performance=Performance(method=method, precision=precision, microbatch_size=microbatch_size, device=device),
+        performance=Performance(
+            method=method, precision=precision, microbatch_size=microbatch_size, device=device
+        ),
         generator_device=generator_device,
     )
     if workers is None:
@@ -142,16 +161,22 @@ def train_ensemble(
             if callbacks.on_step is not None:
                 callbacks.on_step(ensemble)
             end = ensemble.ended
-            if callbacks.on_epoch is not None and (ensemble.step % ensemble.steps_per_epoch == 0 or end):
+            if callbacks.on_epoch is not None and (
+                ensemble.step % ensemble.steps_per_epoch == 0 or end
+            ):
                 epoch = math.ceil(ensemble.step / ensemble.steps_per_epoch)
-                ensemble.epochs.append({"epoch": epoch, "step": ensemble.step} | (callbacks.on_epoch(ensemble) or {}))
+                ensemble.epochs.append(
+                    {"epoch": epoch, "step": ensemble.step} | (callbacks.on_epoch(ensemble) or {})
+                )
             if callbacks.on_step is not None or callbacks.on_epoch is not None:
                 for plan, numbers in zip(ensemble.plans, ensemble._planned):
                     checks.check_plan(plan, plan, numbers)
             advance()
             stop = interrupted()
             if checkpoint is not None and (
-                stop or ensemble.ended or checkpoint.due(ensemble.step, ensemble.steps, ensemble.steps_per_epoch)
+                stop
+                or ensemble.ended
+                or checkpoint.due(ensemble.step, ensemble.steps, ensemble.steps_per_epoch)
             ):
                 ensemble._save(checkpoint.path, checkpoint.stateful)
             if stop:
@@ -159,7 +184,8 @@ def train_ensemble(
     ensemble._check_later()
     if ensemble.dropped.any():
         warnings.warn(
-            f"{int(ensemble.dropped.sum())} per-example gradients were not finite and contributed nothing",
+            f"{int(ensemble.dropped.sum())} per-example gradients were not finite and contributed "
+            "nothing",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -168,14 +194,18 @@ def train_ensemble(
 
 @contextlib.contextmanager
 def _shared_among(workers, ensemble):
-    """A function that does a piece of work for all runs, with threads that have one intra-operation thread each."""
+    """A function that does a piece of work for all runs, with threads that have one intra-operation
+    thread each.
+    """
     bounds = [len(ensemble) * k // workers for k in range(workers + 1)]
     tasks = [(range(*pair), ensemble._workplace()) for pair in zip(bounds, bounds[1:])]
     if workers == 1:
         yield lambda work: work(*tasks[0])
         return
     threads = torch.get_num_threads()
-    with concurrent.futures.ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(
+        workers, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
         try:
             yield lambda work: list(pool.map(lambda task: work(*task), tasks))
         finally:

@@ -1,9 +1,10 @@
 """What is trained on: two tensors, or a data set of PyTorch's that is read one draw at a time.
 
-A data set is anything with a length and items (x, y), such as one of torchvision's with a transform, so that examples
-may be augmented and need not fit into memory: a draw does. Its items are read one by one, or all of a draw at once
-where it has PyTorch's `__getitems__`. What a transform draws from PyTorch's generator depends, in `train`, on the run's
-seed and the step alone. A transform must look at its own example only: mixing examples breaks the guarantee.
+A data set is anything with a length and items (x, y), such as one of torchvision's with a
+transform, so that examples may be augmented and need not fit into memory: a draw does. Its items
+are read one by one, or all of a draw at once where it has PyTorch's `__getitems__`. What a
+transform draws from PyTorch's generator depends, in `train`, on the run's seed and the step alone.
+A transform must look at its own example only: mixing examples breaks the guarantee.
 
 Items may be mappings, and anything at all with a `collate_fn`, as for a loader of PyTorch's: see
 `dpcompanion.training.collating` for how model and loss are called then.
@@ -52,7 +53,8 @@ class Tensors:
 
     def part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Those from `start` to before `stop`."""
-        return self.x[start:stop].clone(), self.y[start:stop]  # a model may overwrite what it is given
+        # a model may overwrite what it is given
+        return self.x[start:stop].clone(), self.y[start:stop]
 
     def seen(self, model: torch.nn.Module, loss: Loss) -> tuple[torch.nn.Module, Loss]:
         """Model and loss as functions of what `rows` gives: as they are."""
@@ -116,23 +118,36 @@ class Items:
 
     @functools.cached_property
     def digest(self) -> str:
-        """What a checkpoint knows these examples by: their number and kind, and the targets of 64. (Inputs may be
-        augmented by whatever generator.)"""
+        """What a checkpoint knows these examples by: their number and kind, and the targets of 64.
+        (Inputs may be augmented by whatever generator.)
+        """
         x, y = self.probe
         return digest_of(torch.tensor(len(self)), *tensors_in(x[:0]), *targets_in(x, y))
 
 
 def examples_of(
-    data: Any, n: int | None = None, *, collate_fn: Any = None, people: Any = None, at_most: int | None = None
+    data: Any,
+    n: int | None = None,
+    *,
+    collate_fn: Any = None,
+    people: Any = None,
+    at_most: int | None = None,
 ) -> Any:
-    """The examples of `data`, n of them if that is given; persons, where `people` and `at_most` say whose each row is.
+    """The examples of `data`, n of them if that is given; persons, where `people` and `at_most` say
+    whose each row is.
 
     Raises:
-        ValueError: for what is neither two tensors of equally many examples (with people, or arrays) nor a map-style
-            data set, or of another n; for a `collate_fn` of what is no data set.
+        ValueError: for what is neither two tensors of equally many examples (with people, or
+            arrays) nor a map-style data set, or of another n; for a `collate_fn` of what is no data
+            set.
     """
-    examples = all(hasattr(data, name) for name in ("rows", "part", "probe", "seen"))  # already, such as persons
-    tensors = isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(t, torch.Tensor) for t in data)
+    # already, such as persons
+    examples = all(hasattr(data, name) for name in ("rows", "part", "probe", "seen"))
+    tensors = (
+        isinstance(data, (tuple, list))
+        and len(data) == 2
+        and all(isinstance(t, torch.Tensor) for t in data)
+    )
     if collate_fn is not None and (examples or tensors or not callable(collate_fn)):
         raise ValueError(
             "collate_fn must be a function of a list of items, beside a data set, got a "
@@ -141,10 +156,16 @@ def examples_of(
     if people is not None or at_most is not None:
         if people is None or at_most is None or examples:
             raise ValueError(
-                "people and at_most must be given both, or neither, as where data are persons already, got "
+                "people and at_most must be given both, or neither, as where data are persons "
+                "already, got "
                 f"people={type(people).__name__}, at_most={at_most!r} and a {type(data).__name__}"
             )
-        arrays = collate_fn is None and isinstance(data, (tuple, list)) and len(data) == 2 and all(map(is_array, data))
+        arrays = (
+            collate_fn is None
+            and isinstance(data, (tuple, list))
+            and len(data) == 2
+            and all(map(is_array, data))
+        )
         x, y = data if arrays else (data, None)
         return by_person(x, y, people, at_most=at_most, collate_fn=collate_fn)
     if examples:
@@ -152,10 +173,15 @@ def examples_of(
             whose = ": one for each person" if isinstance(data, OfPersons) else ""
             raise ValueError(f"data must hold plan.n = {n} examples, got {len(data)}{whose}")
         return data
-    if collate_fn is None and isinstance(data, (tuple, list)) and not (data and isinstance(data[0], Mapping)):
+    if (
+        collate_fn is None
+        and isinstance(data, (tuple, list))
+        and not (data and isinstance(data[0], Mapping))
+    ):
         if len(data) != 2:
             raise ValueError(
-                f"data must be two tensors (x, y), got {len(data)} parts; a list of items takes a collate_fn"
+                f"data must be two tensors (x, y), got {len(data)} parts; a list of items takes a "
+                "collate_fn"
             )
         x, y = data
         checks.check_data(x, y, n)
@@ -164,10 +190,14 @@ def examples_of(
     if no_map or not isinstance(data, Sized):
         raise ValueError(
             "data must be two tensors (x, y) or a map-style data set with a length, got a "
-            f"{type(data).__name__}: a Poisson draw names the examples that it wants, so pass the data set of a loader"
+            f"{type(data).__name__}: a Poisson draw names the examples that it wants, so pass the "
+            "data set of a loader"
         )
     if n not in (None, len(data)) or not len(data):
-        raise ValueError(f"data must hold {'an example' if n is None else f'plan.n = {n} examples'}, got {len(data)}")
+        raise ValueError(
+            f"data must hold {'an example' if n is None else f'plan.n = {n} examples'}, got "
+            f"{len(data)}"
+        )
     checks.check_batched(data)
     checks.check_forgets_items(data)
     return Items(data, collate_fn=collate_fn)

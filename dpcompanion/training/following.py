@@ -1,4 +1,5 @@
-"""Checks that trackers, filters and accounts fit the run that they follow; a ValueError names what does not fit.
+"""Checks that trackers, filters and accounts fit the run that they follow; a ValueError names what
+does not fit.
 
 >>> check_clipped([0, 2], [0.5, 1.0], torch.tensor([0.5, 0.5, 0.5]))
 Traceback (most recent call last):
@@ -17,23 +18,27 @@ from dpcompanion.training.people import OfPersons, PersonItems
 
 # By how much a clipped norm, worked out in float32, may seem too long.
 _ROUNDING = 1e-6
-# What is asked of a filter at each step; the rest of the protocol is for checkpoints and statements.
+# What is asked of a filter at each step; the rest of the protocol is for checkpoints and
+# statements.
 _OF_A_FILTER = ("n", "sample_rate", "noise_multiplier", "max_grad_norm", "clip_norms")
 
 
 def check_clipped(indices, clipped, limits):
-    """The gradients of the examples `indices`, once clipped, have norms (k,) within the `limits` (n,) of the step, and
-    no example comes twice. Where limits lie on a GPU nothing waits for it: whether one is above comes back as a tensor.
+    """The gradients of the examples `indices`, once clipped, have norms (k,) within the `limits`
+    (n,) of the step, and no example comes twice. Where limits lie on a GPU nothing waits for it:
+    whether one is above comes back as a tensor.
     """
     if indices is None or clipped is None:
         raise ValueError(
-            "indices and clipped must be given (NormTracker.observe) where clipping='individual', so "
+            "indices and clipped must be given (NormTracker.observe) where clipping='individual', "
+            "so "
             "that what is charged is known to be enforced, got None"
         )
     indices = torch.as_tensor(indices, dtype=torch.int64)
     clipped = torch.as_tensor(clipped).detach().to(device=limits.device, dtype=torch.float64)
     _checks.same_length(indices=indices, clipped=clipped)
-    _checks.in_interval("indices", indices, 0, len(limits), closed="left")  # -1 is the last one's second name
+    # -1 is the last one's second name
+    _checks.in_interval("indices", indices, 0, len(limits), closed="left")
     limits = limits[to_device(indices, limits.device)]
     over = ~(clipped <= limits * (1 + _ROUNDING))
     away = over.device.type != "cpu"
@@ -46,17 +51,20 @@ def check_clipped(indices, clipped, limits):
         different, times = indices.unique(return_counts=True)
         twice = int(different[times > 1][0])
         raise ValueError(
-            f"indices must be distinct, got {twice} more than once: who is summed twice is longer than was allowed"
+            f"indices must be distinct, got {twice} more than once: who is summed twice is longer "
+            "than was allowed"
         )
     return over.any() if away else None
 
 
 def check_budget(budget, accountant):
-    """A filter keeps the protocol `dpcompanion.testing.Filter`, and charges for the steps that the accountant accounts
-    for: as many examples, one rate, noise and norm."""
+    """A filter keeps the protocol `dpcompanion.testing.Filter`, and charges for the steps that the
+    accountant accounts for: as many examples, one rate, noise and norm.
+    """
     if missing := [name for name in _OF_A_FILTER if not hasattr(budget, name)]:
         raise ValueError(
-            f"budget must be a filter (dpcompanion.testing.Filter), got a {type(budget).__name__} without "
+            f"budget must be a filter (dpcompanion.testing.Filter), got a {type(budget).__name__} "
+            "without "
             f"{', '.join(missing)}"
         )
     if budget.n != accountant.n:
@@ -65,7 +73,8 @@ def check_budget(budget, accountant):
         ours, theirs = getattr(accountant, name), getattr(budget, name)
         if ours != theirs:
             raise ValueError(
-                f"budget must be a filter of runs with the account's {name}, {ours!r}, got {theirs!r}: "
+                f"budget must be a filter of runs with the account's {name}, {ours!r}, got "
+                f"{theirs!r}: "
                 "what it charges, and so its promise, is that of other steps"
             )
 
@@ -78,7 +87,8 @@ def check_follows(tracker, plan, model, loss, data):
     mine, part, passes = tracker.parameters, tracker.examples, tracker.measuring
     if plan.individual:
         raise ValueError(
-            "trackers follow runs with one rate and one clip norm for all, but the plan has a number for each example: "
+            "trackers follow runs with one rate and one clip norm for all, but the plan has a "
+            "number for each example: "
             "its own parameters determine the epsilon of each example"
         )
     theirs = {
@@ -93,16 +103,22 @@ def check_follows(tracker, plan, model, loss, data):
             f"sample_rate, max_grad_norm and noise_multiplier are {tuple(mine.values())}"
         )
     if getattr(passes.model, "_module", passes.model) is not getattr(model, "_module", model):
-        raise ValueError("trackers must follow the model that is trained, but one was made with another")
+        raise ValueError(
+            "trackers must follow the model that is trained, but one was made with another"
+        )
     if passes.loss != loss:
         raise ValueError(
-            f"trackers must follow the loss that is trained, but one was made with {passes.loss!r}, not {loss!r}"
+            "trackers must follow the loss that is trained, but one was made with "
+            f"{passes.loss!r}, not {loss!r}"
         )
     run, own = examples_of(data, plan.n), passes.data
     if (isinstance(run, OfPersons) or isinstance(own, OfPersons)) and run is not own:
         alike = part is None and type(run) is type(own) and run.digest == own.digest
         if not alike or isinstance(run, PersonItems) and _source(own) != _source(run):
-            raise ValueError("trackers must follow the data that are trained on, but one has other persons or rows")
+            raise ValueError(
+                "trackers must follow the data that are trained on, but one has other persons or "
+                "rows"
+            )
     elif isinstance(run, Tensors) and isinstance(own, Tensors):
         for name, ours, theirs in (("inputs", own.x, run.x), ("targets", own.y, run.y)):
             theirs = theirs if part is None else theirs[part.to(theirs.device)]
@@ -119,12 +135,16 @@ def _source(examples):
 
 def _check_same(name, ours, theirs):
     if not same_parts([ours], [theirs]):
-        raise ValueError(f"trackers must follow the data that are trained on, but one has other {name}")
+        raise ValueError(
+            f"trackers must follow the data that are trained on, but one has other {name}"
+        )
 
 
 def _check_items(own, run, part, exact):
-    """Items at 64 places, spread over all, are the same. Where a transform draws at random only targets can be: an
-    exact account, whose limits must be the example's own, takes no such data set beside another."""
+    """Items at 64 places, spread over all, are the same. Where a transform draws at random only
+    targets can be: an exact account, whose limits must be the example's own, takes no such data set
+    beside another.
+    """
     rows, cpu = proof.rows_to_look_through(len(own)), torch.device("cpu")
     read = []
     for seed in (0, 1):
@@ -137,6 +157,7 @@ def _check_items(own, run, part, exact):
         _check_same("inputs", x, run_x)
     elif exact:
         raise ValueError(
-            "trackers with clipping='individual' must be made with the very data set that is trained on where a "
+            "trackers with clipping='individual' must be made with the very data set that is "
+            "trained on where a "
             "transform draws at random, got another, whose inputs cannot be compared"
         )

@@ -6,11 +6,12 @@ r"""DP-SGD by a plan: draw, clip, add noise, divide by a public constant, step.
         grad <- (g + N(0, s^2)) / expected batch size
         optimizer.step()
 
-(Abadi et al. 2016, algorithm 1, with the expected batch size for the realised one.)
-Everything random comes from cryptographic streams of the run's own (`dpcompanion.mechanism.noise`), so callbacks may
-evaluate, draw and print as they like (`Callbacks`): they change nothing.  Without a seed nobody can repeat them, for a
-model that is released; a seed makes a run repeatable, for research.  With a `Checkpoint` a run
-that was cut off goes on where it stopped and ends bit for bit where it would have ended.
+(Abadi et al. 2016, algorithm 1, with the expected batch size for the realised one.) Everything
+random comes from cryptographic streams of the run's own (`dpcompanion.mechanism.noise`), so
+callbacks may evaluate, draw and print as they like (`Callbacks`): they change nothing. Without a
+seed nobody can repeat them, for a model that is released; a seed makes a run repeatable, for
+research. With a `Checkpoint` a run that was cut off goes on where it stopped and ends bit for bit
+where it would have ended.
 
 The history holds training losses and batch sizes.  They are not private: the
 guarantee covers the model's weights, not what is logged beside them.
@@ -85,70 +86,90 @@ def train(
 ) -> History:
     """Train `model` in place by DP-SGD as `plan` says.
 
-    Where `torch.distributed` has a group of several processes, they train one model together: every rank calls `train`
-    with the same arguments, but for the device, each draw is cut among the ranks, and noise is added once
-    (`dpcompanion.training.distributed`). The account is that of one process. Clipped sums travel between the ranks
-    without noise, and so does the key of the draws where there is no seed: trust the ranks and the network. The key of
-    the noise stays on rank 0, which writes the checkpoint, too; all ranks read it. Callbacks are called on every rank.
+    Where `torch.distributed` has a group of several processes, they train one model together: every
+    rank calls `train` with the same arguments, but for the device, each draw is cut among the
+    ranks, and noise is added once (`dpcompanion.training.distributed`). The account is that of one
+    process. Clipped sums travel between the ranks without noise, and so does the key of the draws
+    where there is no seed: trust the ranks and the network. The key of the noise stays on rank 0,
+    which writes the checkpoint, too; all ranks read it. Callbacks are called on every rank.
 
     Args:
-        model: a module that treats examples one by one: no batch norm, unless it is in evaluation mode and stays there,
-            and nothing that is spread over processes, such as DistributedDataParallel, `fully_shard` (FSDP) and models
-            with DTensors: give the module itself.
-        loss: (outputs, targets) -> (n,), such as `cross_entropy`; outputs are whatever the model returns. Where a batch
-            is a mapping: (outputs, batch) -> (n,), such as `dpcompanion.huggingface.per_example_loss` gives.
-        data: (x, y), tensors of plan.n examples each; or a map-style data set with plan.n items (x, y) or mappings, of
-            which each draw is read when it comes, so that its transform may augment them
-            (`dpcompanion.training.examples`); or what `by_person` gives.
+        model: a module that treats examples one by one: no batch norm, unless it is in evaluation
+            mode and stays there, and nothing that is spread over processes, such as
+            DistributedDataParallel, `fully_shard` (FSDP) and models with DTensors: give the module
+            itself.
+        loss: (outputs, targets) -> (n,), such as `cross_entropy`; outputs are whatever the model
+            returns. Where a batch is a mapping: (outputs, batch) -> (n,), such as
+            `dpcompanion.huggingface.per_example_loss` gives.
+        data: (x, y), tensors of plan.n examples each; or a map-style data set with plan.n items (x,
+            y) or mappings, of which each draw is read when it comes, so that its transform may
+            augment them (`dpcompanion.training.examples`); or what `by_person` gives.
         plan: a `DPSGDPlan`.
-        optimizer: any torch.optim optimizer of all the model's trainable parameters that needs no closure (not LBFGS);
-            it sees the noisy mean gradient.
-        seed: None, for a model that is released: sampling and noise come from a cipher under keys of 256 bits that the
-            operating system draws (`dpcompanion.mechanism.secure`). Or a whole number below 2^1024, for research: the
-            keys, and all else that is random, are hashed from it, and anyone who has it can subtract the noise.
-        collate_fn: with a data set, a function list of items -> batch, as a loader of PyTorch's takes: a pair (inputs,
-            targets) or a mapping, nested as it may be, of tensors with the examples first. It may pad to the longest
-            of a draw (`dpcompanion.training.collating`).
-        people: who each row of the data belongs to, (rows,), where the plan's n examples are persons; with `at_most`
-            as of `by_person`, which knows persons without rows, too. Data may then be arrays or pandas columns.
+        optimizer: any torch.optim optimizer of all the model's trainable parameters that needs no
+            closure (not LBFGS); it sees the noisy mean gradient.
+        seed: None, for a model that is released: sampling and noise come from a cipher under keys
+            of 256 bits that the operating system draws (`dpcompanion.mechanism.secure`). Or a whole
+            number below 2^1024, for research: the keys, and all else that is random, are hashed
+            from it, and anyone who has it can subtract the noise.
+        collate_fn: with a data set, a function list of items -> batch, as a loader of PyTorch's
+            takes: a pair (inputs, targets) or a mapping, nested as it may be, of tensors with the
+            examples first. It may pad to the longest of a draw (`dpcompanion.training.collating`).
+        people: who each row of the data belongs to, (rows,), where the plan's n examples are
+            persons; with `at_most` as of `by_person`, which knows persons without rows, too. Data
+            may then be arrays or pandas columns.
         at_most: with people, how many rows of a person enter a step at most.
         track: a `Track`: keep an account of each example, of which `History.epsilons` tells.
-        filter: an `ExactFilter` or `RenyiFilter` of the plan (`ExactFilter.for_plan`): it says to what each example is
-            clipped, so that no example exceeds its budget. It implies `Track(clipping="individual")`.
+        filter: an `ExactFilter` or `RenyiFilter` of the plan (`ExactFilter.for_plan`): it says to
+            what each example is clipped, so that no example exceeds its budget. It implies
+            `Track(clipping="individual")`.
         performance: a `Performance`: method, precision, microbatch_size and device.
-        device, method, precision: the same by single keywords. Model and data (of a data set each draw) are moved to
-            the device.
-        microbatch_size: examples in one pass; a draw is cut into such
-            pieces, never joined with another. By default as many as suit a processor's caches
+        device, method, precision: the same by single keywords. Model and data (of a data set each
+            draw) are moved to the device.
+        microbatch_size: examples in one pass; a draw is cut into such pieces, never joined with
+            another. By default as many as suit a processor's caches
             (`dpcompanion.gradients.microbatches`), or 512.
-        trackers: further objects that follow the norms of all examples, such as a `NormTracker`, and may clip to less
-            than the plan does. They must have been made with this model, loss and data, and are saved with the run.
-        callbacks: `Callbacks`, functions of a `Run` that are called along it, and may end it (`Run.stop`).
-        checkpoint: a `Checkpoint`, from which the run goes on if its file exists, and which it writes.
-        generator_device: where to draw batches and noise. The CPU gives the same draws for every device, and several
-            ranks take no other.
+        trackers: further objects that follow the norms of all examples, such as a `NormTracker`,
+            and may clip to less than the plan does. They must have been made with this model, loss
+            and data, and are saved with the run.
+        callbacks: `Callbacks`, functions of a `Run` that are called along it, and may end it
+        (`Run.stop`).
+        checkpoint: a `Checkpoint`, from which the run goes on if its file exists, and which it
+        writes.
+        generator_device: where to draw batches and noise. The CPU gives the same draws for every
+            device, and several ranks take no other.
         progress: show a bar; by default on a terminal only.
 
     Returns:
         History.
 
     Raises:
-        ValueError: before any work, for data that do not fit plan, model or loss, a model, loss or `collate_fn` that
-            mixes examples, a method that is wrong for the model (`dpcompanion.gradients.proof`), an optimizer of other
-            parameters, a tracker of another run, or a checkpoint of another run or damaged. A data set is known by its
-            length and the targets of 64 examples only. During the run, before the step is taken, for a model that mixes
-            examples in a state that it has come into since (`dpcompanion.gradients.states`), or that keeps something of
-            them, and for a loss that is seen to mix those of a batch; on a GPU what buffers and losses tell is looked
-            at by the end of each epoch.  On several ranks also, on all of them, for ranks that were given different
-            things, read another checkpoint, or come to have different weights; what one rank raises ends all the
-            others.
+        ValueError: before any work, for data that do not fit plan, model or loss, a model, loss or
+            `collate_fn` that mixes examples, a method that is wrong for the model
+            (`dpcompanion.gradients.proof`), an optimizer of other parameters, a tracker of another
+            run, or a checkpoint of another run or damaged. A data set is known by its length and
+            the targets of 64 examples only. During the run, before the step is taken, for a model
+            that mixes examples in a state that it has come into since
+            (`dpcompanion.gradients.states`), or that keeps something of them, and for a loss that
+            is seen to mix those of a batch; on a GPU what buffers and losses tell is looked at by
+            the end of each epoch. On several ranks also, on all of them, for ranks that were given
+            different things, read another checkpoint, or come to have different weights; what one
+            rank raises ends all the others.
         RuntimeError: another rank ended the run by an error that is no ValueError.
 
     >>> from dpcompanion.training import DPSGDPlan, cross_entropy, train
     >>> model = torch.nn.Linear(2, 2)
     >>> data = torch.randn(100, 2), torch.arange(100) % 2
-    >>> plan = DPSGDPlan(n=100, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
-    >>> history = train(model, cross_entropy, data, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+    >>> plan = DPSGDPlan(
+    ...     n=100, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3
+    ... )
+    >>> history = train(
+    ...     model,
+    ...     cross_entropy,
+    ...     data,
+    ...     plan,
+    ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     seed=0,
+    ... )
     >>> len(history.batch_sizes), len(history.epochs)
     (20, 2)
     """
@@ -161,12 +182,22 @@ def train(
             loss,
             data
             if collate_fn is people is at_most is None
-            else examples_of(data, getattr(plan, "n", None), collate_fn=collate_fn, people=people, at_most=at_most),
+            else examples_of(
+                data,
+                getattr(plan, "n", None),
+                collate_fn=collate_fn,
+                people=people,
+                at_most=at_most,
+            ),
             plan,
             optimizer,
             seed=seed,
             performance=performance_of(
-                performance, method=method, precision=precision, microbatch_size=microbatch_size, device=device
+                performance,
+                method=method,
+                precision=precision,
+                microbatch_size=microbatch_size,
+                device=device,
             ),
             trackers=trackers,
             track=track,
@@ -182,7 +213,9 @@ def train(
         run = loop.run
         with (
             loop.stepping_alone(),
-            bar(plan.steps, label="DP-SGD", done=run.step, show=progress if ranks.first else False) as advance,
+            bar(
+                plan.steps, label="DP-SGD", done=run.step, show=progress if ranks.first else False
+            ) as advance,
             deferred_interrupt() as interrupted,
         ):
             while run.step < plan.steps and not run.history.stopped:
@@ -191,7 +224,11 @@ def train(
                     if callbacks.on_step is not None:
                         callbacks.on_step(run)
                         run.stopping = ranks.any(run.stopping)
-                    if run.step % plan.steps_per_epoch == 0 or run.step == plan.steps or run.stopping:
+                    if (
+                        run.step % plan.steps_per_epoch == 0
+                        or run.step == plan.steps
+                        or run.stopping
+                    ):
                         loop.end_epoch(callbacks.on_epoch)
                     checks.check_plan(run.plan, plan, loop.planned)
                 if run.stopping:
@@ -199,7 +236,9 @@ def train(
                 advance()
                 stop = ranks.any(interrupted())
                 due = run.history.stopped or stop
-                if checkpoint is not None and (due or checkpoint.due(run.step, plan.steps, plan.steps_per_epoch)):
+                if checkpoint is not None and (
+                    due or checkpoint.due(run.step, plan.steps, plan.steps_per_epoch)
+                ):
                     loop.save(checkpoint.path)
                 if stop:
                     raise KeyboardInterrupt
@@ -211,7 +250,9 @@ def train(
 
 
 class TrainingLoop:
-    """A run of DP-SGD: what it was given, checked, and its steps; `train` and `PersonalTrainer` drive it."""
+    """A run of DP-SGD: what it was given, checked, and its steps; `train` and `PersonalTrainer`
+    drive it.
+    """
 
     def __init__(
         self,
@@ -243,7 +284,9 @@ class TrainingLoop:
         self.seed = seed if seed is None else _checks.seed("seed", seed)
         # What the model itself draws is no secret that privacy rests on.
         self.forward_seed = secrets.randbits(256) if self.seed is None else self.seed
-        self.device = torch.device(device) if device is not None else next(model.parameters()).device
+        self.device = (
+            torch.device(device) if device is not None else next(model.parameters()).device
+        )
         model.to(self.device)
         self.examples, self.loss = examples.to(self.device), loss
         if not isinstance(trackers, Iterable):
@@ -264,17 +307,23 @@ class TrainingLoop:
         self.float64 = plan.arithmetic == "float"
         if self.float64 and (self.seed is not None or self.numbers != plan.parameters):
             raise ValueError(
-                f"plan with arithmetic='float' must have as many parameters as the model, {self.numbers}, "
+                "plan with arithmetic='float' must have as many parameters as the model, "
+                f"{self.numbers}, "
                 f"and takes no seed, got {plan.parameters} and seed {self.seed}"
             )
         self.network, self.loss = self.examples.seen(model, loss)
-        self.called = {name: name if self.network is model else f"model.{name}" for name in self.parameters}
+        self.called = {
+            name: name if self.network is model else f"model.{name}" for name in self.parameters
+        }
         self.prove(model)
         self.examples.prove(model, loss)
         # A scheduler keeps the rate that it began with as initial_lr.
         self.begun_with = [
             type(optimizer).__name__,
-            *(float(group.get("initial_lr", group.get("lr", 0))) for group in optimizer.param_groups),
+            *(
+                float(group.get("initial_lr", group.get("lr", 0)))
+                for group in optimizer.param_groups
+            ),
         ]
         self.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
         history = History(
@@ -296,7 +345,9 @@ class TrainingLoop:
         """What is saved with the run, its trackers among it."""
         own = {f"tracker {i}": tracker for i, tracker in enumerate(self.trackers)}
         for name in own.keys() & stateful.keys():
-            raise ValueError(f"stateful must not be called {name!r}, as a tracker of the run is saved")
+            raise ValueError(
+                f"stateful must not be called {name!r}, as a tracker of the run is saved"
+            )
         return own | dict(stateful)
 
     def prove(self, model):
@@ -309,8 +360,9 @@ class TrainingLoop:
         self.state = states.state_of(model)
 
     def prove_again(self):
-        """As `prove`, if the model is in another state than that which was proved: a layer that has woken up, a flag, a
-        hook."""
+        """As `prove`, if the model is in another state than that which was proved: a layer that has
+        woken up, a flag, a hook.
+        """
         if states.state_of(self.run.model) != self.state:
             with self.unnoticed():
                 self.prove(self.run.model)
@@ -323,26 +375,36 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def stepping_alone(self):
-        """The run's optimizer takes the run's own steps only: a gradient from elsewhere has no noise. A step of
-        another optimizer with the run's parameters, which may be on public data, is said."""
+        """The run's optimizer takes the run's own steps only: a gradient from elsewhere has no
+        noise. A step of another optimizer with the run's parameters, which may be on public data,
+        is said.
+        """
         own = {id(p) for p in self.parameters.values()}
 
         def check(optimizer, args, kwargs):
             if not self.stepping:
-                raise ValueError("optimizer must be stepped by train alone while it runs, but a callback steps it, too")
+                raise ValueError(
+                    "optimizer must be stepped by train alone while it runs, but a callback steps "
+                    "it, too"
+                )
 
         def look_beside(other, *_):
             if self.stepping or other is self.run.optimizer:
                 return
             if any(id(p) in own for group in other.param_groups for p in group["params"]):
                 warnings.warn(
-                    f"parameters of a private run are trained by a {type(other).__name__} beside the run's optimizer, "
-                    "without clipping and noise: no epsilon covers what it learns from private data",
+                    f"parameters of a private run are trained by a {type(other).__name__} beside "
+                    "the run's optimizer, "
+                    "without clipping and noise: no epsilon covers what it learns from private "
+                    "data",
                     RuntimeWarning,
                     stacklevel=3,
                 )
 
-        hooks = [self.run.optimizer.register_step_pre_hook(check), register_optimizer_step_pre_hook(look_beside)]
+        hooks = [
+            self.run.optimizer.register_step_pre_hook(check),
+            register_optimizer_step_pre_hook(look_beside),
+        ]
         try:
             yield
         finally:
@@ -358,8 +420,8 @@ class TrainingLoop:
         limits, away = self.least_limits(lower, drawn, indices)
         taking = limits > 0
         if not away and not taking.all():
-            # Examples clipped to nothing take no part, so that clipping need not divide by zero. On a GPU they stay,
-            # times 0, since how many they are is not known here.
+            # Examples clipped to nothing take no part, so that clipping need not divide by zero. On
+            # a GPU they stay, times 0, since how many they are is not known here.
             drawn, limits = drawn[taking], limits[taking]
             indices = to_device(drawn, self.device)
         run.indices, share = indices, self.ranks.share(len(drawn))
@@ -368,8 +430,11 @@ class TrainingLoop:
         before = traces.noted(run.model, values=not self.looked)
         self.looked = True
         with self._own_randomness(self.ranks.stream("examples")):
-            x, y = self.examples.rows((indices if isinstance(self.examples, Tensors) else drawn)[share])
-        if (run.step + 1) & run.step == 0 and self.device.type == "cpu":  # before the 1st, 2nd, 4th, 8th ... step
+            x, y = self.examples.rows(
+                (indices if isinstance(self.examples, Tensors) else drawn)[share]
+            )
+        # before the 1st, 2nd, 4th, 8th ... step
+        if (run.step + 1) & run.step == 0 and self.device.type == "cpu":
             with self.unnoticed():
                 clipping.look_again(self.network, self.loss, x, y)
         with self._own_randomness(self.ranks.stream("forward")):
@@ -390,13 +455,18 @@ class TrainingLoop:
         self.prove_again()  # a model may wake up within a pass, too
         summed = torch.cat([total.gradients[name].flatten() for name in self.called.values()])
         norms, losses = self.ranks.gathered(len(drawn), total.norms, total.losses)
-        released = self.ranks.released(summed, lambda total: plan.noisy(total, self.generators["noise"]))
+        released = self.ranks.released(
+            summed, lambda total: plan.noisy(total, self.generators["noise"])
+        )
         released = released / cast(float, plan.expected_batch_size)
-        for p, piece in zip(self.parameters.values(), released.split([p.numel() for p in self.parameters.values()])):
+        for p, piece in zip(
+            self.parameters.values(), released.split([p.numel() for p in self.parameters.values()])
+        ):
             p.grad = piece.view_as(p).to(p.dtype)
         for t in traces.untrained(run.model).values():
             t.grad = None  # one left from elsewhere has no noise, and the optimizer would follow it
-        at, run.step = run.step, run.step + 1  # counted before it is taken, lest it be taken and not counted
+        # counted before it is taken, lest it be taken and not counted
+        at, run.step = run.step, run.step + 1
         run.history.guarantee, run.history.steps = plan.statement(steps=run.step), run.step
         self.take_step()
         run.norms = norms
@@ -411,10 +481,14 @@ class TrainingLoop:
             tracker.after_step(drawn, norms, clipped=clipped)
 
     def least_limits(self, lower, drawn, indices):
-        """To what each example drawn is clipped, by the plan and by what its trackers ask for, and whether that lies on
-        the device."""
+        """To what each example drawn is clipped, by the plan and by what its trackers ask for, and
+        whether that lies on the device.
+        """
         # Avoid host syncs: never read GPU values here.
-        limits, away = self.plan.clip_norms(drawn), any(norms is not None and on_accelerator(norms) for norms in lower)
+        limits, away = (
+            self.plan.clip_norms(drawn),
+            any(norms is not None and on_accelerator(norms) for norms in lower),
+        )
         for norms in lower:
             if norms is not None:
                 there = self.device if away else norms.device
@@ -425,9 +499,12 @@ class TrainingLoop:
     def take_step(self):
         """Move by the gradients that `step` has left."""
         own = {id(p) for p in self.run.model.parameters()}
-        if any(id(p) not in own for group in self.run.optimizer.param_groups for p in group["params"]):
+        if any(
+            id(p) not in own for group in self.run.optimizer.param_groups for p in group["params"]
+        ):
             raise ValueError(
-                "optimizer must hold parameters of the model only, got others that were added since the run began: "
+                "optimizer must hold parameters of the model only, got others that were added "
+                "since the run began: "
                 "their gradients have neither been clipped nor been given noise"
             )
         self.stepping = True
@@ -436,7 +513,9 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def _own_randomness(self, stream):
-        """What the model draws (dropout) depends on seed and step alone; the global generators stay as they were."""
+        """What the model draws (dropout) depends on seed and step alone; the global generators stay
+        as they were.
+        """
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             seed_torch(derive_key(self.forward_seed, stream, self.run.step), self.device)
@@ -444,7 +523,9 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def modes_kept(self):
-        """A callback may switch the model to eval mode; training goes on in the modes it began with."""
+        """A callback may switch the model to eval mode; training goes on in the modes it began
+        with.
+        """
         yield
         for module, mode in self.modes.items():
             module.training = mode
@@ -465,14 +546,17 @@ class TrainingLoop:
         run, plan = self.run, self.plan
         self.look_at_later()
         self.count_dropped()
-        self.looked = False  # each epoch's first step is compared by values, as its end waited for the device anyway
+        # each epoch's first step is compared by values, as its end waited for the device anyway
+        self.looked = False
         epoch = math.ceil(run.step / plan.steps_per_epoch)
         losses = run.history.losses[(epoch - 1) * plan.steps_per_epoch : run.step]
         entry = {"epoch": epoch, "step": run.step, "loss": losses.nanmean().item()}
         if on_epoch is not None:
             seen = on_epoch(run)
             if not isinstance(seen, (Mapping, type(None))):
-                raise ValueError(f"on_epoch must return a dict or None, got a {type(seen).__name__}")
+                raise ValueError(
+                    f"on_epoch must return a dict or None, got a {type(seen).__name__}"
+                )
             entry |= seen or {}
             run.stopping = self.ranks.any(run.stopping)
         run.history.epochs.append(entry)
@@ -481,13 +565,17 @@ class TrainingLoop:
         """A callback has asked for the end: the history is that of the steps taken."""
         run, history = self.run, self.run.history
         history.stopped = run.step < run.plan.steps
-        history.losses, history.batch_sizes = history.losses[: run.step], history.batch_sizes[: run.step]
+        history.losses, history.batch_sizes = (
+            history.losses[: run.step],
+            history.batch_sizes[: run.step],
+        )
 
     def count_dropped(self):
         count, history = int(self.dropped), self.run.history
         if count and not history.dropped:
             warnings.warn(
-                f"{count} per-example gradients so far were not finite and contributed nothing; the run's history "
+                f"{count} per-example gradients so far were not finite and contributed nothing; "
+                "the run's history "
                 "counts them in `dropped`",
                 RuntimeWarning,
                 stacklevel=3,
@@ -495,11 +583,16 @@ class TrainingLoop:
         history.dropped = count
 
     def begin_alike(self, callbacks, checkpoint):
-        """Refuse ranks that were given different things, and share what rank 0 has drawn: all but the noise."""
+        """Refuse ranks that were given different things, and share what rank 0 has drawn: all but
+        the noise.
+        """
         run = self.run
 
         def described():
-            module, trackers = run.model, [(type(item).__name__, item.state_dict()) for item in self.trackers]
+            module, trackers = (
+                run.model,
+                [(type(item).__name__, item.state_dict()) for item in self.trackers],
+            )
             return {
                 "plan": distributed.digest(run.plan.config()),
                 "data": self.data_digest,
@@ -514,12 +607,17 @@ class TrainingLoop:
                 "method": self.asked,
                 "precision": repr(self.precision),
                 "trackers": distributed.digest(trackers),
-                "callbacks": repr([each is not None for each in (callbacks.on_step, callbacks.on_epoch)]),
+                "callbacks": repr(
+                    [each is not None for each in (callbacks.on_step, callbacks.on_epoch)]
+                ),
                 "checkpoint": "none" if checkpoint is None else f"every {checkpoint.every}",
                 "step": str(run.step),
             }
 
-        self.ranks.same(described, "be given the same plan, data, model and options, and read the same checkpoint")
+        self.ranks.same(
+            described,
+            "be given the same plan, data, model and options, and read the same checkpoint",
+        )
         if self.seed is None:
             state = self.generators["sampling"].get_state(with_key=True), self.forward_seed
             state, self.forward_seed = self.ranks.from_first(state)
@@ -580,12 +678,14 @@ class TrainingLoop:
                 if theirs.get(key) != ours.get(key)
             ]
             raise ValueError(
-                "checkpoint must come from a run of the same plan, seed, data, architecture and optimizer,"
+                "checkpoint must come from a run of the same plan, seed, data, architecture and "
+                "optimizer,"
                 f" but {os.fspath(path)!r} differs: {'; '.join(differ)}"
             )
         if set(content["stateful"]) != set(self.stateful):
             raise ValueError(
-                f"stateful must name {sorted(content['stateful'])} as the checkpoint does, got {sorted(self.stateful)}"
+                f"stateful must name {sorted(content['stateful'])} as the checkpoint does, got "
+                f"{sorted(self.stateful)}"
             )
         run = self.run
         ended = content["step"] == run.plan.steps or content["history"].get("stopped", False)
@@ -607,7 +707,9 @@ class TrainingLoop:
 
 @contextlib.contextmanager
 def deferred_interrupt():
-    """Within, the first Ctrl-C only sets a flag (the value of the yielded function); the second one interrupts."""
+    """Within, the first Ctrl-C only sets a flag (the value of the yielded function); the second one
+    interrupts.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return

@@ -1,4 +1,6 @@
-"""Norms of all examples, measured by passes over the data: when a pass is due, and what it found."""
+"""Norms of all examples, measured by passes over the data: when a pass is due, and what it
+found.
+"""
 
 import math
 
@@ -9,7 +11,8 @@ from dpcompanion.training.examples import examples_of
 
 
 def pass_is_due(step, rate):
-    """Whether a pass comes before this step (from 0): `rate` of them a step, at the multiples of 1 / rate, rounded up.
+    """Whether a pass comes before this step (from 0): `rate` of them a step, at the multiples of 1
+    / rate, rounded up.
 
     >>> [step for step in range(10) if pass_is_due(step, 0.3)]
     [0, 4, 7]
@@ -19,7 +22,8 @@ def pass_is_due(step, rate):
 
 
 class NormPasses:
-    """Full-batch passes of a model: the gradient norms of all examples, none of them above `largest`.
+    """Full-batch passes of a model: the gradient norms of all examples, none of them above
+    `largest`.
 
     Args:
         model, loss, data: as of a `NormTracker`.
@@ -41,7 +45,9 @@ class NormPasses:
         checks.check_model(getattr(self.model, "_module", self.model))
         asked = self.performance
         if self._proved is None or passes.state_of(self.model) != self._proved:
-            self._method = passes.resolve_method(self.model, self.loss, self.data, asked.method, asked.precision)
+            self._method = passes.resolve_method(
+                self.model, self.loss, self.data, asked.method, asked.precision
+            )
             self._proved = passes.state_of(self.model)
         ranks = current()
         norms = passes.norms_of_all(

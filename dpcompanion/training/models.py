@@ -15,8 +15,8 @@ outputs (n, classes) logits.  All treat examples one by one: group norm, no batc
     char_rnn       20 bytes        Boenisch et al. 2023 (surnames)                 382,418
     word_mean      256 words       Boenisch et al. 2023 (IMDB), 30,000 words       480,306
 
-The last two read token numbers (n, positions), 0 for none, as `dpcompanion.data.byte_tokens` and `word_tokens`
-make them.
+The last two read token numbers (n, positions), 0 for none, as `dpcompanion.data.byte_tokens` and
+`word_tokens` make them.
 
 >>> model = mnist_cnn(seed=0)
 >>> sum(p.numel() for p in model.parameters())
@@ -48,7 +48,8 @@ class Seeded(Protocol[_Model]):
 
 
 def seeded(build: Callable[..., _Model]) -> Seeded[_Model]:
-    """Give `build` a keyword `seed` that decides its random numbers; the global generator is left as it was.
+    """Give `build` a keyword `seed` that decides its random numbers; the global generator is left
+    as it was.
 
     Its weights go through `jittered`, which moves them only where a test asks for it.
     """
@@ -73,8 +74,10 @@ def linear(features, classes):
 
 
 class MaxPool2d(nn.MaxPool2d):
-    """Max pooling that is as fast on a CPU as elsewhere: PyTorch vectorises it over the channels only where these lie
-    side by side in memory, which here is ten times faster (18 ms against 2 ms for 512 digits)."""
+    """Max pooling that is as fast on a CPU as elsewhere: PyTorch vectorises it over the channels
+    only where these lie side by side in memory, which here is ten times faster (18 ms against 2 ms
+    for 512 digits).
+    """
 
     def forward(self, x):
         if x.device.type == "cpu":
@@ -108,7 +111,9 @@ def cifar_cnn(classes=10):
             layers += [nn.Conv2d(before, after, 3, padding=1), nn.Tanh()]
             before = after
         layers.append(MaxPool2d(2))
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 128), nn.Tanh(), nn.Linear(128, classes))
+    return nn.Sequential(
+        *layers, nn.Flatten(), nn.Linear(2048, 128), nn.Tanh(), nn.Linear(128, classes)
+    )
 
 
 @seeded
@@ -150,8 +155,8 @@ class _BasicBlock(nn.Module):
 def resnet20(classes=10, *, groups=4, affine=False, channels=3):
     """ResNet-20 with group norm; shortcuts are average pooling with zero channels appended.
 
-    The defaults are Yu et al.'s, with convolutions from N(0, 2 / (k^2 out)); `groups=16, affine=True` is Thudi et
-    al.'s.
+    The defaults are Yu et al.'s, with convolutions from N(0, 2 / (k^2 out)); `groups=16,
+    affine=True` is Thudi et al.'s.
     """
 
     def norm(width):
@@ -165,17 +170,21 @@ def resnet20(classes=10, *, groups=4, affine=False, channels=3):
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
-            nn.init.normal_(module.weight, std=math.sqrt(2 / (module.kernel_size[0] ** 2 * module.out_channels)))
+            nn.init.normal_(
+                module.weight, std=math.sqrt(2 / (module.kernel_size[0] ** 2 * module.out_channels))
+            )
     return model
 
 
 class StandardizedConv2d(Reparametrized, nn.Conv2d):
-    r"""A convolution whose weight is standardised over each output channel, with a learned gain (Qiao et al. 2019).
+    r"""A convolution whose weight is standardised over each output channel, with a learned gain
+    (Qiao et al. 2019).
 
-    For each output channel :math:`w' = k (w - \bar w)` with :math:`k = \text{gain} / \lVert w - \bar w\rVert`. The
-    gradient of :math:`w` is then :math:`k (g - \bar g - \hat w \langle g, \hat w\rangle)` and that of the gain
-    :math:`\langle g, \hat w\rangle`, with the gradient :math:`g` of :math:`w'` and :math:`\hat w` the unit vector of
-    :math:`w - \bar w`. Where the norm is below a hundredth :math:`k` is 100 gain and does not depend on :math:`w`.
+    For each output channel :math:`w' = k (w - \bar w)` with :math:`k = \text{gain} / \lVert w -
+    \bar w\rVert`. The gradient of :math:`w` is then :math:`k (g - \bar g - \hat w \langle g, \hat
+    w\rangle)` and that of the gain :math:`\langle g, \hat w\rangle`, with the gradient :math:`g` of
+    :math:`w'` and :math:`\hat w` the unit vector of :math:`w - \bar w`. Where the norm is below a
+    hundredth :math:`k` is 100 gain and does not depend on :math:`w`.
     """
 
     def __init__(self, *args, **kwargs):
@@ -197,8 +206,9 @@ class StandardizedConv2d(Reparametrized, nn.Conv2d):
 
     @staticmethod
     def _directions(weight, gain):
-        """Unit vectors, what of them depends on the weight, and by what the rest is multiplied: (out, height, width,
-        in) and (out, 1, 1, 1), as the gradients of a convolution are held."""
+        """Unit vectors, what of them depends on the weight, and by what the rest is multiplied:
+        (out, height, width, in) and (out, 1, 1, 1), as the gradients of a convolution are held.
+        """
         centred = (weight - weight.mean((1, 2, 3), keepdim=True)).permute(0, 2, 3, 1).contiguous()
         size = torch.linalg.vector_norm(centred, dim=(1, 2, 3), keepdim=True)
         scale = 1 / size.clamp(min=1e-2)
@@ -218,12 +228,19 @@ class StandardizedConv2d(Reparametrized, nn.Conv2d):
         return pulled
 
     def pulled_squares(self, weight, gain):
-        r"""As of any `Reparametrized` layer, by Pythagoras: of :math:`\lVert g\rVert^2` the squares of what is taken
-        away, in the directions of ones and of :math:`\hat w`. What rounding may hide in these sums is added."""
+        r"""As of any `Reparametrized` layer, by Pythagoras: of :math:`\lVert g\rVert^2` the squares
+        of what is taken away, in the directions of ones and of :math:`\hat w`. What rounding may
+        hide in these sums is added.
+        """
         unit, depends, of_gain = self._directions(weight, gain)
         places = unit[0].numel()
-        directions = torch.stack([torch.ones_like(unit) / math.sqrt(places), unit], -1).flatten(1, 3)
-        squares = depends.double().square().sum((1, 2, 3)).round(), of_gain.double().square().flatten()
+        directions = torch.stack([torch.ones_like(unit) / math.sqrt(places), unit], -1).flatten(
+            1, 3
+        )
+        squares = (
+            depends.double().square().sum((1, 2, 3)).round(),
+            of_gain.double().square().flatten(),
+        )
         # Twice: two sums of so many products, each rounded in every step, are squared.
         slack = 8 * (places + 2) * torch.finfo(weight.dtype).eps / 2
 
@@ -248,7 +265,9 @@ class _WideBlock(nn.Module):
         self.conv1 = StandardizedConv2d(before, after, 3, stride=stride, padding=1)
         self.norm2 = nn.GroupNorm(groups, after)
         self.conv2 = StandardizedConv2d(after, after, 3, padding=1)
-        self.shortcut = StandardizedConv2d(before, after, 1, stride=stride) if before != after else None
+        self.shortcut = (
+            StandardizedConv2d(before, after, 1, stride=stride) if before != after else None
+        )
 
     def forward(self, x):
         active = F.relu(self.norm1(x))
@@ -258,7 +277,9 @@ class _WideBlock(nn.Module):
 
 @seeded
 def wrn16_4(classes=10, *, groups=16, channels=3):
-    """Wide ResNet of depth 16 and width 4 with group norm and weight standardisation, as in De et al."""
+    """Wide ResNet of depth 16 and width 4 with group norm and weight standardisation, as in De et
+    al.
+    """
     layers: list[nn.Module] = [StandardizedConv2d(channels, 16, 3, padding=1)]
     before = 16
     for width in (64, 128, 256):
@@ -276,18 +297,24 @@ def wrn16_4(classes=10, *, groups=16, channels=3):
 
 
 class LSTM(nn.Module):
-    """`torch.nn.LSTM`, batch first and one way, from linear layers, which can be clipped layer by layer."""
+    """`torch.nn.LSTM`, batch first and one way, from linear layers, which can be clipped layer by
+    layer.
+    """
 
     def __init__(self, inputs, hidden, layers):
         super().__init__()
         self.hidden = hidden
-        self.of_input = nn.ModuleList(nn.Linear(inputs if k == 0 else hidden, 4 * hidden) for k in range(layers))
+        self.of_input = nn.ModuleList(
+            nn.Linear(inputs if k == 0 else hidden, 4 * hidden) for k in range(layers)
+        )
         self.of_state = nn.ModuleList(nn.Linear(hidden, 4 * hidden) for _ in range(layers))
         for p in self.parameters():
             nn.init.uniform_(p, -(hidden**-0.5), hidden**-0.5)
 
     def forward(self, x):
-        """(n, positions, inputs) -> the last layer's output at each position, (n, positions, hidden)."""
+        """(n, positions, inputs) -> the last layer's output at each position, (n, positions,
+        hidden).
+        """
         for of_input, of_state in zip(self.of_input, self.of_state):
             h = c = x.new_zeros(len(x), self.hidden)
             outputs = []
@@ -313,7 +340,9 @@ class _CharRNN(nn.Module):
 
 @seeded
 def char_rnn(classes=18, *, tokens=259, embedding=64, hidden=128, layers=3):
-    """Character-level LSTM, read off at the last position: Opacus' name classifier with the paper's three layers."""
+    """Character-level LSTM, read off at the last position: Opacus' name classifier with the paper's
+    three layers.
+    """
     return _CharRNN(classes, tokens, embedding, hidden, layers)
 
 

@@ -1,4 +1,5 @@
-"""What `train` may be given beside model, loss, data and plan: `Track`, an account of each example, and `Performance`.
+"""What `train` may be given beside model, loss, data and plan: `Track`, an account of each example,
+and `Performance`.
 
 Neither repeats a number of the plan, nor model, loss or data: `train` hands those on.
 """
@@ -19,25 +20,27 @@ class Track:
     """An account of each example along the run, by a `NormTracker` that `train` makes of it.
 
     Args:
-        clipping: "individual", which clips each example to what it is charged, so that its epsilon is exact along the
-            run (`History.epsilons`); or "maximum", plain DP-SGD, of which there is an estimate only
-            (`History.tracker.estimated_epsilon`).
-        updates_per_epoch: full-batch passes in an epoch that measure all norms, such as 0.5, 1 or 3; from
-            `plan.steps_per_epoch` on (or math.inf) there is one before every step; 0 needs `running`.
+        clipping: "individual", which clips each example to what it is charged, so that its epsilon
+            is exact along the run (`History.epsilons`); or "maximum", plain DP-SGD, of which there
+            is an estimate only (`History.tracker.estimated_epsilon`).
+        updates_per_epoch: full-batch passes in an epoch that measure all norms, such as 0.5, 1 or
+            3; from `plan.steps_per_epoch` on (or math.inf) there is one before every step; 0 needs
+            `running`.
         running: renew an example's norm also when it is sampled; such an account is an estimate.
-        rounding: to multiples of which share of the clip norm norms are rounded up, in [1e-6, 1]; None for none.
+        rounding: to multiples of which share of the clip norm norms are rounded up, in [1e-6, 1];
+        None for none.
         accountant: "pld" or "rdp"; None for the plan's.
         trajectory_delta: keep every example's epsilon at this delta at the end of each epoch
-            (`NormTracker.trajectory`): 4 bytes an example and epoch. It is worked out there and then, which waits for
-            the account's device.
-        keep_norms: keep the norms of each pass (`NormTracker.norms_of_passes`): 4 bytes an example and pass, where the
-            account is.
-        device: where the account is kept, by default on the processor; the steps of a model on a GPU wait for one that
-            is not there, too.
+            (`NormTracker.trajectory`): 4 bytes an example and epoch. It is worked out there and
+            then, which waits for the account's device.
+        keep_norms: keep the norms of each pass (`NormTracker.norms_of_passes`): 4 bytes an example
+            and pass, where the account is.
+        device: where the account is kept, by default on the processor; the steps of a model on a
+            GPU wait for one that is not there, too.
 
     Raises:
-        ValueError: an argument outside its range, or no passes without `running`; `rounding` and `accountant` are
-            checked when the account is made.
+        ValueError: an argument outside its range, or no passes without `running`; `rounding` and
+            `accountant` are checked when the account is made.
 
     >>> Track(clipping="individual", updates_per_epoch=2).running
     False
@@ -71,14 +74,16 @@ class Performance:
 
     Args:
         method: how to clip, see `dpcompanion.gradients.clipping`.
-        precision: None for the model's own, or "bf16" for the way forward and back. Norms are then off by about a
-            hundredth: with clipping "individual" no less is enforced than is charged, and an estimate is as much less
-            accurate.
-        microbatch_size: examples in one pass; a draw is cut into such pieces. By default as many as suit the device.
+        precision: None for the model's own, or "bf16" for the way forward and back. Norms are then
+            off by about a hundredth: with clipping "individual" no less is enforced than is
+            charged, and an estimate is as much less accurate.
+        microbatch_size: examples in one pass; a draw is cut into such pieces. By default as many as
+        suit the device.
         device: where to train; the model's own by default.
 
     Raises:
-        ValueError: an unknown `method` or `precision`, or a `microbatch_size` that is not a whole number above 0.
+        ValueError: an unknown `method` or `precision`, or a `microbatch_size` that is not a whole
+        number above 0.
 
     >>> Performance(precision="bf16").method
     'auto'
@@ -104,5 +109,7 @@ def performance_of(performance: Performance | None, **single: Any) -> Performanc
     if not isinstance(performance, Performance):
         raise ValueError(f"performance must be Performance(method=..., ...), got {performance!r}")
     if given:
-        raise ValueError(f"performance must hold {', '.join(given)}, which must not be given beside it")
+        raise ValueError(
+            f"performance must hold {', '.join(given)}, which must not be given beside it"
+        )
     return performance

@@ -1,8 +1,9 @@
 """Whose each row is: names of any kind as persons, and columns of a table as tensors of rows.
 
-Names are compared by value, so "Ann" is one person wherever the text comes from: a list, an array, a pandas column or
-a categorical.  What has no value of its own (an object that equals itself alone) would make a person of every row, and
-is refused; so are missing names, and names of several types, of which equal ones might be meant for one person.
+Names are compared by value, so "Ann" is one person wherever the text comes from: a list, an array,
+a pandas column or a categorical. What has no value of its own (an object that equals itself alone)
+would make a person of every row, and is refused; so are missing names, and names of several types,
+of which equal ones might be meant for one person.
 
 >>> names, owners = owners_of(np.array(["b", "a", "b"], dtype=object), 3)
 >>> names.tolist(), owners.tolist()
@@ -18,14 +19,16 @@ import torch
 from dpcompanion import _checks
 
 _SEVERAL = (
-    "{} must name one person a row, got a row with several: what one owner's clipped gradient hides is not what the "
+    "{} must name one person a row, got a row with several: what one owner's clipped gradient "
+    "hides is not what the "
     "others change; give each row to one person"
 )
 
 
 def rows_of(name: str, given: Any) -> torch.Tensor:
-    """A table's column or columns as a tensor with the rows first: tensors as they are, arrays and pandas objects in
-    their own precision and, where they can be, without a copy, lists as `torch.as_tensor` takes them.
+    """A table's column or columns as a tensor with the rows first: tensors as they are, arrays and
+    pandas objects in their own precision and, where they can be, without a copy, lists as
+    `torch.as_tensor` takes them.
 
     Raises:
         ValueError: for what is not an array of numbers.
@@ -40,14 +43,17 @@ def rows_of(name: str, given: Any) -> torch.Tensor:
         if not is_array(given) and not (len(given) and is_array(given[0])):
             return torch.as_tensor(given)
         values = np.asarray(given)
-        if values.dtype.kind == "O":  # columns of several types, or of one whose entries may be missing
+        # columns of several types, or of one whose entries may be missing
+        if values.dtype.kind == "O":
             values = np.array(values.tolist())
         if values.dtype.kind not in "biuf" or np.ma.is_masked(given):
             raise TypeError
         return torch.as_tensor(np.require(values, values.dtype.newbyteorder("="), ["C", "W"]))
     except (TypeError, ValueError, RuntimeError, LookupError):
         kind = getattr(given, "dtype", type(given).__name__)
-        raise ValueError(f"{name} must be a tensor or an array of numbers, none missing, got {kind}") from None
+        raise ValueError(
+            f"{name} must be a tensor or an array of numbers, none missing, got {kind}"
+        ) from None
 
 
 def is_array(given: Any) -> bool:
@@ -58,14 +64,18 @@ def is_array(given: Any) -> bool:
 def owners_of(people: Any, rows: int, persons: Any = None) -> tuple[np.ndarray, torch.Tensor]:
     """(names (n,), whose each row is as an index of these (rows,) int64).
 
-    Names without `persons` are sorted, or in the order in which they come first if they have no order.
+    Names without `persons` are sorted, or in the order in which they come first if they have no
+    order.
 
     Raises:
-        ValueError: for a row with no person or several, for `persons` that are not distinct or lack one.
+        ValueError: for a row with no person or several, for `persons` that are not distinct or lack
+        one.
     """
     names, owners = _coded("people", people)
     if len(owners) != rows:
-        raise ValueError(f"people must name a person for each of the {rows} rows, got {len(owners)}")
+        raise ValueError(
+            f"people must name a person for each of the {rows} rows, got {len(owners)}"
+        )
     if persons is None:
         if not rows:
             raise ValueError("people must name one person at least, got no row; or give persons")
@@ -73,21 +83,29 @@ def owners_of(people: Any, rows: int, persons: Any = None) -> tuple[np.ndarray, 
             order = sorted(range(len(names)), key=names.__getitem__)
         except TypeError:
             order = list(range(len(names)))
-        return _array([names[place] for place in order]), torch.from_numpy(np.argsort(order)[owners])
+        return _array([names[place] for place in order]), torch.from_numpy(
+            np.argsort(order)[owners]
+        )
     wanted, places = _coded("persons", persons)
     if not wanted or len(wanted) != len(places):
-        raise ValueError(f"persons must be distinct, one at least, got {len(places)} of which some are alike")
+        raise ValueError(
+            f"persons must be distinct, one at least, got {len(places)} of which some are alike"
+        )
     place_of = {wanted[code]: place for place, code in enumerate(places)}
     for each in names:
         if each not in place_of:
-            raise ValueError(f"persons must hold every name in people, of the same type, but lacks {each!r}")
+            raise ValueError(
+                f"persons must hold every name in people, of the same type, but lacks {each!r}"
+            )
     found = np.array([place_of[each] for each in names], dtype=np.int64)
     return _array([wanted[code] for code in places]), torch.from_numpy(found[owners])
 
 
 def _coded(name, values) -> tuple[list[Any], np.ndarray]:
     """(distinct names, what each entry is as an index of these, int64)."""
-    values = values.cpu().numpy() if isinstance(values, torch.Tensor) else _checks.unlabelled(values)
+    values = (
+        values.cpu().numpy() if isinstance(values, torch.Tensor) else _checks.unlabelled(values)
+    )
     if not isinstance(values, np.ndarray):
         try:
             values = list(values)
@@ -95,7 +113,8 @@ def _coded(name, values) -> tuple[list[Any], np.ndarray]:
             raise ValueError(f"{name} must name one person a row, got {values!r:.80}") from None
     elif values.ndim != 1:
         raise ValueError(
-            f"{name} must name one person a row, shape (rows,), got shape {values.shape}; a row with several owners "
+            f"{name} must name one person a row, shape (rows,), got shape {values.shape}; a row "
+            "with several owners "
             "must be given to one of them"
         )
     elif values.dtype.kind in "biu" and not np.ma.isMaskedArray(values):
@@ -105,34 +124,50 @@ def _coded(name, values) -> tuple[list[Any], np.ndarray]:
     else:
         values = list(values) if values.dtype.kind in "mM" else values.tolist()
     scalars = (
-        each.item() if isinstance(each, (torch.Tensor, np.ndarray)) and not each.ndim else each for each in values
+        each.item() if isinstance(each, (torch.Tensor, np.ndarray)) and not each.ndim else each
+        for each in values
     )
     names = _of_one_type(name, list(scalars))
     seen: dict[Any, int] = {}
-    codes = np.fromiter((seen.setdefault(each, len(seen)) for each in names), dtype=np.int64, count=len(names))
+    codes = np.fromiter(
+        (seen.setdefault(each, len(seen)) for each in names), dtype=np.int64, count=len(names)
+    )
     return list(seen), codes
 
 
 def _of_one_type(name, values):
     """Names of one type that are compared by value; numbers as ints."""
-    if any(isinstance(each, (list, tuple, set, frozenset, np.ndarray, torch.Tensor)) for each in values):
+    if any(
+        isinstance(each, (list, tuple, set, frozenset, np.ndarray, torch.Tensor)) for each in values
+    ):
         raise ValueError(_SEVERAL.format(name))
     if any(map(_missing, values)):
-        raise ValueError(f"{name} must name a person for each row, none missing, got a row without one")
+        raise ValueError(
+            f"{name} must name a person for each row, none missing, got a row without one"
+        )
     if all(isinstance(each, str) for each in values):
         return list(map(str, values))
     if all(isinstance(each, (numbers.Real, np.bool_)) for each in values):
-        whole = (numbers.Integral, np.bool_)  # beyond 2^53 one float stands for several whole numbers
+        # beyond 2^53 one float stands for several whole numbers
+        whole = (numbers.Integral, np.bool_)
         if all(isinstance(each, whole) or each % 1 == 0 and abs(each) < 2**53 for each in values):
             return list(map(int, values))
-        raise ValueError(f"{name} must be whole numbers, or of another type, got a number with a fraction or too large")
+        raise ValueError(
+            f"{name} must be whole numbers, or of another type, got a number with a fraction or "
+            "too large"
+        )
     kinds = {type(each) for each in values}
     if len(kinds) > 1:
         said = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise ValueError(f"{name} must be names of one type, such as all numbers or all texts, got {said}")
+        raise ValueError(
+            f"{name} must be names of one type, such as all numbers or all texts, got {said}"
+        )
     kind = kinds.pop()
     if kind.__hash__ in (None, object.__hash__):
-        raise ValueError(f"{name} must be names that are hashable and compared by value, got a {kind.__name__} a row")
+        raise ValueError(
+            f"{name} must be names that are hashable and compared by value, got a {kind.__name__} "
+            "a row"
+        )
     return values
 
 

@@ -1,37 +1,47 @@
-r"""Persons as the unit of privacy: a table with several rows a person, of which a run draws and clips whole persons.
+r"""Persons as the unit of privacy: a table with several rows a person, of which a run draws and
+clips whole persons.
 
-The gradient of person :math:`i` is that of one loss, the mean (or the sum) of the losses of at most k of their rows,
+The gradient of person :math:`i` is that of one loss, the mean (or the sum) of the losses of at most
+k of their rows,
 
-.. math::
-    \ell_i(w) = \frac{1}{|R_i|} \sum_{r \in R_i} \ell(w; x_r, y_r), \qquad R_i \subseteq \text{rows of } i, |R_i| \le k,
+.. math:: \ell_i(w) = \frac{1}{|R_i|} \sum_{r \in R_i} \ell(w; x_r, y_r), \qquad R_i \subseteq
+    \text{rows of } i, |R_i| \le k,
 
-and it is clipped once.  A Poisson draw takes persons, not rows.  So the sum of clipped gradients moves by at most C if
-all rows of one person are added or removed, however many they are, and everything that is said of examples (plans,
-budgets, accounts, filters, statements) holds of persons: n is their number, and `DPSGDPlan(unit="patient")` says so
-in words.  Without that, a person with ten rows would enter a run ten times and be charged for one.
+and it is clipped once. A Poisson draw takes persons, not rows. So the sum of clipped gradients
+moves by at most C if all rows of one person are added or removed, however many they are, and
+everything that is said of examples (plans, budgets, accounts, filters, statements) holds of
+persons: n is their number, and `DPSGDPlan(unit="patient")` says so in words. Without that, a person
+with ten rows would enter a run ten times and be charged for one.
 
-Of a person with more than k rows, k are sampled afresh, uniformly and without replacement, each time the person is
-sampled, by the run's own stream.  Over a run all rows are used, which a choice made once would not do.  The account
-needs neither the secrecy nor the law of this choice: for every fixed choice a person moves a sum by at most their clip
-norm, and the divergence of two mixtures over the same choices is at most the largest of its parts (joint convexity).
-With individual clipping (`NormTracker`) a person is clipped to the norm that was measured at a choice of their rows and
-charged, at whatever rows they take part with.
+Of a person with more than k rows, k are sampled afresh, uniformly and without replacement, each
+time the person is sampled, by the run's own stream. Over a run all rows are used, which a choice
+made once would not do. The account needs neither the secrecy nor the law of this choice: for every
+fixed choice a person moves a sum by at most their clip norm, and the divergence of two mixtures
+over the same choices is at most the largest of its parts (joint convexity). With individual
+clipping (`NormTracker`) a person is clipped to the norm that was measured at a choice of their rows
+and charged, at whatever rows they take part with.
 
-Memory: a draw is held padded to its longest person, at most k rows.  The network computes on the rows that there are,
-not on the padding; only where the model draws at random (dropout) or is differentiated by `torch.func` (method "func")
-is the padding computed too.  The data are held once, as they were given.
+Memory: a draw is held padded to its longest person, at most k rows. The network computes on the
+rows that there are, not on the padding; only where the model draws at random (dropout) or is
+differentiated by `torch.func` (method "func") is the padding computed too. The data are held once,
+as they were given.
 
-Rows that belong to several persons (a message and those whom it is from and to) are refused: to clip one owner's
-gradient does not bound what the others change. Give such a row to one person, and leave it out of the others'.
+Rows that belong to several persons (a message and those whom it is from and to) are refused: to
+clip one owner's gradient does not bound what the others change. Give such a row to one person, and
+leave it out of the others'.
 
 Three patients, one with three visits and one with none:
 
 >>> from dpcompanion.training import DPSGDPlan, cross_entropy, train
 >>> visits, ill = torch.eye(4), torch.tensor([0, 1, 1, 0])
->>> data = by_person(visits, ill, ["Ann", "Bob", "Ann", "Ann"], at_most=2, persons=["Ann", "Bob", "Cyd"])
+>>> data = by_person(
+...     visits, ill, ["Ann", "Bob", "Ann", "Ann"], at_most=2, persons=["Ann", "Bob", "Cyd"]
+... )
 >>> len(data), data.counts.tolist()
 (3, [3, 1, 0])
->>> plan = DPSGDPlan(n=len(data), sample_rate=0.5, steps=10, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-2)
+>>> plan = DPSGDPlan(
+...     n=len(data), sample_rate=0.5, steps=10, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-2
+... )
 >>> model = torch.nn.Linear(4, 2)
 >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 >>> train(model, cross_entropy, data, plan, optimizer=optimizer, seed=0).batch_sizes.max() <= 3
@@ -70,28 +80,34 @@ def by_person(
     persons: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> "OfPersons":
-    """Data for `train`, a `NormTracker` and `gradient_norms` whose examples are persons; see the module's text.
+    """Data for `train`, a `NormTracker` and `gradient_norms` whose examples are persons; see the
+    module's text.
 
     Args:
-        x, y: tensors, arrays or pandas columns of the rows, in any order. Floats stay in their precision, which must be
-            the model's (``x.astype("float32")``). Or x alone, a map-style data set of rows, which are read when their
-            person is sampled.
-        people: (rows,), who each row belongs to: a list, array or pandas column, categorical too, of whole numbers, of
-            texts, or of hashable names of one other type that are compared by value, such as dates or UUIDs.
+        x, y: tensors, arrays or pandas columns of the rows, in any order. Floats stay in their
+            precision, which must be the model's (``x.astype("float32")``). Or x alone, a map-style
+            data set of rows, which are read when their person is sampled.
+        people: (rows,), who each row belongs to: a list, array or pandas column, categorical too,
+            of whole numbers, of texts, or of hashable names of one other type that are compared by
+            value, such as dates or UUIDs.
         at_most: k, how many rows of a person enter a step at most; above 0.
         combine: "mean" or "sum", what a person's loss is of those of their rows.
-        persons: every person's name, each once, in the order of accounts and budgets; by default those of `people`,
-            sorted, if they have an order. Persons without a row are given here: they take part with a gradient of zero.
+        persons: every person's name, each once, in the order of accounts and budgets; by default
+            those of `people`, sorted, if they have an order. Persons without a row are given here:
+            they take part with a gradient of zero.
         collate_fn: with a data set, list of rows -> batch, as in `train`.
 
     Returns:
-        Data of as many examples as there are persons, with `persons`, their names (n,) in the order of every account,
-        `counts`, how many rows each has, and `per_person(column)`, which makes one number a person of a column of the
-        table, such as the budgets that persons consented to (ValueError for a person whose rows disagree).
+        Data of as many examples as there are persons, with `persons`, their names (n,) in the order
+        of every account,
+        `counts`, how many rows each has, and `per_person(column)`, which makes one number a person
+        of a column of the
+        table, such as the budgets that persons consented to (ValueError for a person whose rows
+        disagree).
 
     Raises:
-        ValueError: naming the argument; for a row without a person, with several persons (a tuple or list), or of one
-            who is not in `persons`.
+        ValueError: naming the argument; for a row without a person, with several persons (a tuple
+            or list), or of one who is not in `persons`.
     """
     options = {"at_most": at_most, "combine": combine, "persons": persons}
     if people is None:
@@ -101,14 +117,18 @@ def by_person(
             raise ValueError("collate_fn must go with a data set of rows, got x and y beside it")
         return Persons(x, y, people, **options)
     if not hasattr(x, "__getitem__") or not hasattr(x, "__len__") or not len(x):
-        raise ValueError(f"x must be an array or a map-style data set of one row at least, got a {type(x).__name__}")
+        raise ValueError(
+            "x must be an array or a map-style data set of one row at least, got a "
+            f"{type(x).__name__}"
+        )
     checks.check_batched(x, "x")
     checks.check_forgets_items(x, "x")
     return PersonItems(Reader(x, collate_fn), people, **options)
 
 
 class Ownership:
-    """Whose each of some rows is, and which rows of a person enter a step: what all data of persons share.
+    """Whose each of some rows is, and which rows of a person enter a step: what all data of persons
+    share.
 
     Args:
         people: (rows,), who each row belongs to.
@@ -126,14 +146,17 @@ class Ownership:
     (2, [[[0, 2], [1, 1]], [[True, True], [True, False]]])
     """
 
-    def __init__(self, people: Any, rows: int, *, at_most: int, combine: str = "mean", persons: Any = None):
+    def __init__(
+        self, people: Any, rows: int, *, at_most: int, combine: str = "mean", persons: Any = None
+    ):
         self.at_most = _checks.whole_number("at_most", at_most, 1)
         self.combine = _checks.one_of("combine", combine, COMBINED)
         self.persons, self.owners = owners_of(people, rows, persons)
         self.counts, self._order, self._starts = grouped(self.owners, len(self.persons))
 
     def per_person(self, values: Array) -> torch.Tensor:
-        """A column of the table, (rows,), as one number a person, (n,), such as the budgets that persons consented to.
+        """A column of the table, (rows,), as one number a person, (n,), such as the budgets that
+        persons consented to.
 
         Raises:
             ValueError: for a person whose rows disagree, or who has none.
@@ -153,12 +176,16 @@ class Ownership:
 
 
 class OfPersons(Ownership, abc.ABC):
-    """What `by_person` gives: data whose examples are persons. Attributes and names are those of `Ownership`."""
+    """What `by_person` gives: data whose examples are persons. Attributes and names are those of
+    `Ownership`.
+    """
 
     @abc.abstractmethod
     def rows(self, indices: torch.Tensor) -> tuple[Batch, Batch]:
-        """Inputs and targets of some persons, at most k rows of each, drawn from PyTorch's generator where there are
-        more: two `Batch` of (persons, longest, ...), and which places hold a row."""
+        """Inputs and targets of some persons, at most k rows of each, drawn from PyTorch's
+        generator where there are more: two `Batch` of (persons, longest, ...), and which places
+        hold a row.
+        """
 
     def seen(self, model: torch.nn.Module, loss: Any) -> tuple[torch.nn.Module, Any]:
         """Model and loss, (outputs, targets) -> (rows,), as functions of persons."""
@@ -186,7 +213,9 @@ class OfPersons(Ownership, abc.ABC):
     def _moved(self, **changes):
         """A copy with some attributes changed, that draws its probe anew."""
         moved = type(self).__new__(type(self))
-        held = {name: value for name, value in vars(self).items() if name not in ("probe", "digest")}
+        held = {
+            name: value for name, value in vars(self).items() if name not in ("probe", "digest")
+        }
         vars(moved).update(held | changes)
         return moved
 
@@ -196,10 +225,14 @@ class Persons(OfPersons):
 
     def __init__(self, x, y, people, **options):
         if y is None:
-            raise ValueError(f"y must hold the targets of the rows of x, a {type(x).__name__}, got None")
+            raise ValueError(
+                f"y must hold the targets of the rows of x, a {type(x).__name__}, got None"
+            )
         x, y = rows_of("x", x), rows_of("y", y)
         if not x.ndim or not y.ndim or len(x) != len(y):
-            raise ValueError(f"x and y must have as many rows, got shapes {tuple(x.shape)} and {tuple(y.shape)}")
+            raise ValueError(
+                f"x and y must have as many rows, got shapes {tuple(x.shape)} and {tuple(y.shape)}"
+            )
         self.x, self.y = x, y
         super().__init__(people, len(x), **options)
 
@@ -214,7 +247,9 @@ class Persons(OfPersons):
 
     def _batch(self, rows, places, present):
         places, present = places.to(rows.device), present.to(rows.device)
-        found = rows[places.flatten()] if len(rows) else rows.new_zeros(places.numel(), *rows.shape[1:])
+        found = (
+            rows[places.flatten()] if len(rows) else rows.new_zeros(places.numel(), *rows.shape[1:])
+        )
         found = found.unflatten(0, places.shape)
         # A person without a row must not be given another's.
         found = torch.where((places >= 0).view(*places.shape, *[1] * (found.ndim - 2)), found, 0)
@@ -253,7 +288,8 @@ class PersonItems(OfPersons):
             x, y = self.probe
             return x[:0], y[:0]
         places, present = self.drawn(indices)
-        # In the place of who has none any row stands, which no loss counts: an empty one may be none to the model.
+        # In the place of who has none any row stands, which no loss counts: an empty one may be
+        # none to the model.
         wanted, where = places.clamp(min=0).unique(return_inverse=True)
         x, y = (
             Batch.of(tree_of(part))[where].beside(**{PRESENT: present}).to(self.device)
@@ -263,18 +299,22 @@ class PersonItems(OfPersons):
 
     @functools.cached_property
     def digest(self) -> str:
-        """What a checkpoint knows these data by: whose rows they are, and the targets of 64 persons."""
+        """What a checkpoint knows these data by: whose rows they are, and the targets of 64
+        persons.
+        """
         settings = torch.tensor([self.at_most, COMBINED.index(self.combine), len(self)])
         x, y = self.probe
         return digest_of(self.owners, settings, *targets_in(x, y))
 
 
 class PersonNetwork(torch.nn.Module):
-    """A model of rows as one of persons: `Batch` of (persons, k, ...) to outputs of (persons, k, ...).
+    """A model of rows as one of persons: `Batch` of (persons, k, ...) to outputs of (persons, k,
+    ...).
 
     Args:
         model: the module, whose parameters are called "model.<name>" here, and which is called as
-            `dpcompanion.training.collating.call` does. Of its outputs those count that have the rows first.
+            `dpcompanion.training.collating.call` does. Of its outputs those count that have the
+            rows first.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -290,7 +330,11 @@ class PersonNetwork(torch.nn.Module):
         """Outputs of all rows, 0 where there is none."""
         group = self.grouping(x)
         outputs = call(self.model, x.map(group.take))
-        kept = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.ndim and len(t) == group.rows]
+        kept = [
+            t
+            for t in tree_leaves(outputs)
+            if isinstance(t, torch.Tensor) and t.ndim and len(t) == group.rows
+        ]
 
         def spread(t):
             return group.spread(t) if not kept or t.ndim and len(t) == group.rows else None
@@ -323,7 +367,8 @@ class PersonLoss:
 
 
 class Grouping:
-    """Which rows of a padded (persons, k) are there, and how tensors of rows go into that form and back.
+    """Which rows of a padded (persons, k) are there, and how tensors of rows go into that form and
+    back.
 
     Under `torch.func.vmap`, and with `everything`, all rows are taken, those of the padding too.
 
@@ -337,7 +382,9 @@ class Grouping:
         if not everything and not _mapped_over(present):
             places = present.flatten().nonzero()[:, 0]
             # A network is given one row at least; the loss leaves it out.
-            self.places = places if len(places) else torch.zeros(1, dtype=torch.int64, device=present.device)
+            self.places = (
+                places if len(places) else torch.zeros(1, dtype=torch.int64, device=present.device)
+            )
         #: How many rows are taken.
         self.rows = present.numel() if self.places is None else len(self.places)
 
@@ -349,14 +396,18 @@ class Grouping:
     def spread(self, t: torch.Tensor) -> torch.Tensor:
         """(rows, ...) to (persons, k, ...), 0 where there is no row."""
         if not t.ndim or len(t) != self.rows:
-            raise ValueError(f"model must keep its {self.rows} rows first, got outputs of shape {tuple(t.shape)}")
+            raise ValueError(
+                f"model must keep its {self.rows} rows first, got outputs of shape {tuple(t.shape)}"
+            )
         if self.places is not None and self.rows < self.present.numel():
             t = t.new_zeros(self.present.numel(), *t.shape[1:]).index_copy(0, self.places, t)
         return t.unflatten(0, self.present.shape)
 
     def uses(self, uses: list[Any]) -> list[Any]:
-        """What a layer was given and got back for its rows, [(inputs, output gradients)], as uses by persons: the first
-        row of each, then the second of each. Where there is no row both are 0."""
+        """What a layer was given and got back for its rows, [(inputs, output gradients)], as uses
+        by persons: the first row of each, then the second of each. Where there is no row both are
+        0.
+        """
         if self.present.all() and self.present.shape[1] == 1:
             return uses
 
@@ -386,18 +437,25 @@ def draws_at_random(model: torch.nn.Module) -> bool:
 
 
 def grouped(owners: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(counts (n,), the rows ordered by owner (rows,), where each owner's begin among these (n,)), all int64."""
+    """(counts (n,), the rows ordered by owner (rows,), where each owner's begin among these (n,)),
+    all int64.
+    """
     counts = torch.bincount(owners, minlength=n)
     return counts, owners.argsort(stable=True), counts.cumsum(0) - counts
 
 
 def drawn_rows(
-    indices: torch.Tensor, counts: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, at_most: int
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    at_most: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of some persons, at most so many of each: ((persons, longest) int64, which of these are rows).
+    """Rows of some persons, at most so many of each: ((persons, longest) int64, which of these are
+    rows).
 
-    Of who has more a uniform choice without replacement, from PyTorch's generator; of all others every row, in its
-    order. What is no row repeats the person's first, and is -1 for who has none.
+    Of who has more a uniform choice without replacement, from PyTorch's generator; of all others
+    every row, in its order. What is no row repeats the person's first, and is -1 for who has none.
     """
     own = counts[indices]
     who = torch.arange(len(indices)).repeat_interleave(own)
@@ -428,7 +486,10 @@ def per_person(values: Array, owners: torch.Tensor, persons: Any) -> torch.Tenso
     """
     values = torch.as_tensor(_checks.unlabelled(values)).to(torch.float64).cpu()
     if values.shape != owners.shape:
-        raise ValueError(f"values must be one number a row, shape {tuple(owners.shape)}, got {tuple(values.shape)}")
+        raise ValueError(
+            f"values must be one number a row, shape {tuple(owners.shape)}, got "
+            f"{tuple(values.shape)}"
+        )
     low, high = (
         torch.full((len(persons),), torch.nan, dtype=torch.float64).scatter_reduce(
             0, owners, values, reduction, include_self=False
@@ -439,7 +500,8 @@ def per_person(values: Array, owners: torch.Tensor, persons: Any) -> torch.Tenso
     if bad.any():
         who = int(bad.nonzero()[0])
         raise ValueError(
-            f"values must be one number a person, but {str(persons[who])!r} has {low[who]:g} to {high[who]:g} in "
+            f"values must be one number a person, but {str(persons[who])!r} has {low[who]:g} to "
+            f"{high[who]:g} in "
             "their rows"
         )
     return low

@@ -1,4 +1,5 @@
-"""R runs of one architecture: their weights, their draws, one step of all of them, and what remains.
+"""R runs of one architecture: their weights, their draws, one step of all of them, and what
+remains.
 
 `dpcompanion.training.ensembles` trains them.
 """
@@ -33,7 +34,8 @@ class Ensemble:
     """R runs of one architecture: what callbacks see and may read, and what remains after training.
 
     Args:
-        model, loss, data, plans: as in `dpcompanion.training.train_ensemble`, which makes the ensemble.
+        model, loss, data, plans: as in `dpcompanion.training.train_ensemble`, which makes the
+        ensemble.
         seeds, learning_rate, momentum, weight_decay, members: as there.
         performance: device, method, precision and microbatch_size.
         generator_device: as there.
@@ -43,16 +45,19 @@ class Ensemble:
         step: steps done, by the runs that go on.
         vectors: the trainable parameters of each run, one after the other, (R, parameters).
         learning_rate: (R,), which a callback may change in place.
-        losses: mean loss of each step's examples, (R, steps) float64; nan for an empty batch or a step that was not
-            taken (yet).
+        losses: mean loss of each step's examples, (R, steps) float64; nan for an empty batch or a
+            step that was not taken (yet).
         batch_sizes: (R, steps) int64.
-        dropped: how many per-example gradients were not finite and so contributed nothing, (R,) int64.
+        dropped: how many per-example gradients were not finite and so contributed nothing, (R,)
+        int64.
         epochs: what `on_epoch` returned, a dict each, with `epoch` and `step`.
-        indices, norms: of the step just done and of each run, the examples and their gradient norms before clipping.
+        indices, norms: of the step just done and of each run, the examples and their gradient norms
+        before clipping.
 
     Raises:
-        ValueError: plans, models, members or data that do not fit together, an argument outside its range, a model that
-            mixes examples or draws at random, or a method or precision that does not fit it.
+        ValueError: plans, models, members or data that do not fit together, an argument outside its
+            range, a model that mixes examples or draws at random, or a method or precision that
+            does not fit it.
     """
 
     def __init__(
@@ -77,7 +82,8 @@ class Ensemble:
         n, self.steps = self.plans[0].n, self.plans[0].steps
         if not isinstance(data, (tuple, list)) or len(data) != 2:
             raise ValueError(
-                "data must be two tensors (x, y), which runs side by side share (train takes data sets too), "
+                "data must be two tensors (x, y), which runs side by side share (train takes data "
+                "sets too), "
                 f"got a {type(data).__name__}"
             )
         x, y = data
@@ -93,26 +99,36 @@ class Ensemble:
         like = {"dtype": self.vectors.dtype, "device": self.device}
         rates = torch.as_tensor(learning_rate, dtype=torch.float64)
         if rates.shape not in ((), (runs,)):
-            raise ValueError(f"learning_rate must be a number or have shape ({runs},), got {tuple(rates.shape)}")
+            raise ValueError(
+                f"learning_rate must be a number or have shape ({runs},), got {tuple(rates.shape)}"
+            )
         self.learning_rate = rates.expand(runs).to(**like).clone()
         self._begun_with = self.learning_rate.tolist()
-        self._expected = torch.tensor([plan.expected_batch_size for plan in self.plans], **like)[:, None]
+        self._expected = torch.tensor([plan.expected_batch_size for plan in self.plans], **like)[
+            :, None
+        ]
         self._velocity = torch.zeros_like(self.vectors) if self.momentum else None
         self._sums = torch.zeros_like(self.vectors)
         # What each run draws its batches and its noise from.
         self._generators = [noise.generators(seed, generator_device) for seed in self.seeds]
-        self._samplers = [plan.sampler(g["sampling"]) for plan, g in zip(self.plans, self._generators)]
+        self._samplers = [
+            plan.sampler(g["sampling"]) for plan, g in zip(self.plans, self._generators)
+        ]
         self.precision = performance.precision
         self.method = self._resolved(performance.method, self.precision)
         self._size = performance.microbatch_size or default_microbatch_size(
             self._template, loss, self.x, self.y, self.method, self.precision, most=_MOST
         )
         self._begun = {}
-        self._later, self._mixed = (torch.zeros((), dtype=torch.bool, device=self.device) for _ in range(2))
+        self._later, self._mixed = (
+            torch.zeros((), dtype=torch.bool, device=self.device) for _ in range(2)
+        )
         self._network = self._workplace()
         self.step, self.epochs = 0, []
         self._ends = torch.full((runs,), self.steps, dtype=torch.int64)  # of each run its last step
-        self.losses = torch.full((runs, self.steps), math.nan, dtype=torch.float64, device=self.device)
+        self.losses = torch.full(
+            (runs, self.steps), math.nan, dtype=torch.float64, device=self.device
+        )
         self.batch_sizes = torch.zeros(runs, self.steps, dtype=torch.int64)
         self.dropped = torch.zeros(runs, dtype=torch.int64, device=self.device)
         self.indices: list[torch.Tensor | None] = [None] * runs
@@ -132,20 +148,39 @@ class Ensemble:
         own = {name: p for name, p in self._template.named_parameters() if p.requires_grad}
         self._shapes, self._places, end = {}, {}, 0
         for name, p in own.items():
-            self._shapes[name], self._places[name], end = p.shape, slice(end, end + p.numel()), end + p.numel()
+            self._shapes[name], self._places[name], end = (
+                p.shape,
+                slice(end, end + p.numel()),
+                end + p.numel(),
+            )
         like = {"dtype": next(iter(own.values())).dtype, "device": self.device}
-        self.vectors = torch.stack([self._vector(one) for one in models]).to(**like).expand(len(self), -1).clone()
+        self.vectors = (
+            torch.stack([self._vector(one) for one in models])
+            .to(**like)
+            .expand(len(self), -1)
+            .clone()
+        )
 
     def _resolved(self, method, precision):
-        """The method, once it is proved for the model; "func" for one whose layers cannot be stacked."""
-        found = clipping.resolve_method(self._template, self.loss, self.x, self.y, method, precision)
-        if found == "func" or all(self._stacks(one, found) for one in dict.fromkeys((None, precision))):
+        """The method, once it is proved for the model; "func" for one whose layers cannot be
+        stacked.
+        """
+        found = clipping.resolve_method(
+            self._template, self.loss, self.x, self.y, method, precision
+        )
+        if found == "func" or all(
+            self._stacks(one, found) for one in dict.fromkeys((None, precision))
+        ):
             return found
         if precision is not None:
-            raise ValueError(f"precision {precision!r} takes a model whose layers can be stacked, got one of others")
+            raise ValueError(
+                f"precision {precision!r} takes a model whose layers can be stacked, got one of "
+                "others"
+            )
         if method != "auto":
             raise ValueError(
-                f"method {method!r} does not fit this model: its layers cannot be stacked; use 'func' or 'auto'"
+                f"method {method!r} does not fit this model: its layers cannot be stacked; use "
+                "'func' or 'auto'"
             )
         return "func"
 
@@ -179,8 +214,9 @@ class Ensemble:
         return self.step >= int(self._ends.max())
 
     def stop(self, runs: Array | None = None) -> None:
-        """End some runs after the step just done, or all: for a callback. Early stopping in the text of
-        `dpcompanion.training.callbacks` says what may decide it. The others go on as if they were alone.
+        """End some runs after the step just done, or all: for a callback. Early stopping in the
+        text of `dpcompanion.training.callbacks` says what may decide it. The others go on as if
+        they were alone.
 
         Args:
             runs: (k,) indices, or None for all.
@@ -204,12 +240,26 @@ class Ensemble:
 
         >>> from dpcompanion.training import Callbacks, cross_entropy, models, train_ensemble
         >>> x, y = torch.randn(100, 2), torch.arange(100) % 2
-        >>> plan = DPSGDPlan(n=100, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-3)
+        >>> plan = DPSGDPlan(
+        ...     n=100,
+        ...     sample_rate=0.1,
+        ...     steps=20,
+        ...     max_grad_norm=1.0,
+        ...     noise_multiplier=2.0,
+        ...     delta=1e-3,
+        ... )
         >>> def stop(ensemble):
         ...     if ensemble.step == 5:
         ...         ensemble.stop([1])
-        >>> runs = train_ensemble(models.linear(2, 2), cross_entropy, (x, y), plan, seeds=[0, 1], learning_rate=0.1,
-        ...                       callbacks=Callbacks(on_step=stop))
+        >>> runs = train_ensemble(
+        ...     models.linear(2, 2),
+        ...     cross_entropy,
+        ...     (x, y),
+        ...     plan,
+        ...     seeds=[0, 1],
+        ...     learning_rate=0.1,
+        ...     callbacks=Callbacks(on_step=stop),
+        ... )
         >>> runs.steps_taken.tolist(), runs.history(1).stopped, len(runs.history(1).losses)
         ([20, 5], True, 5)
         """
@@ -231,7 +281,9 @@ class Ensemble:
     def split(self, vectors: torch.Tensor) -> dict[str, torch.Tensor]:
         """Rows (k, parameters) as {name: (k, *shape)}, without a copy."""
         return {
-            name: vectors[:, place].view(-1, *self._shapes[name]) if self._shapes[name] else vectors[:, place.start]
+            name: vectors[:, place].view(-1, *self._shapes[name])
+            if self._shapes[name]
+            else vectors[:, place.start]
             for name, place in self._places.items()
         }
 
@@ -244,7 +296,9 @@ class Ensemble:
         return model
 
     def predict(self, x: torch.Tensor, *, microbatch_size: int = 1024) -> torch.Tensor:
-        """The outputs of every run for x, (R, len(x), ...), in evaluation mode; `microbatch_size` examples at once."""
+        """The outputs of every run for x, (R, len(x), ...), in evaluation mode; `microbatch_size`
+        examples at once.
+        """
         microbatch_size = _checks.whole_number("microbatch_size", microbatch_size, 1)
         model = copy.deepcopy(self._template).eval()
         parameters = self.parameters
@@ -261,8 +315,11 @@ class Ensemble:
                 ]
             )
 
-    def gradients_of(self, x: torch.Tensor, y: torch.Tensor, *, runs_at_once: int | None = None) -> torch.Tensor:
-        """The gradient of each run's loss at each of the m points (x, y), not clipped, (R, m, parameters).
+    def gradients_of(
+        self, x: torch.Tensor, y: torch.Tensor, *, runs_at_once: int | None = None
+    ) -> torch.Tensor:
+        """The gradient of each run's loss at each of the m points (x, y), not clipped, (R, m,
+        parameters).
 
         By default as many runs are worked on at once as keep 256 MiB.
         """
@@ -277,22 +334,34 @@ class Ensemble:
         return found
 
     def norms_of(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The norm of each run's gradient at each of the n points (x, y), inf where not finite, (R, n)."""
+        """The norm of each run's gradient at each of the n points (x, y), inf where not finite, (R,
+        n).
+        """
         x, y = x.to(self.device), y.to(self.device)
         found = self.vectors.new_empty(len(self), len(x))
         for rows, part in _passes(len(self), len(x), self._pass_size()):
             runs = len(self.seeds[rows])
             wide_x, wide_y = (t[part].unsqueeze(0).expand(runs, *t[part].shape) for t in (x, y))
-            found[rows, part] = self._pass(self._network, rows, wide_x, wide_y, None).norms.reshape(runs, -1)
+            found[rows, part] = self._pass(self._network, rows, wide_x, wide_y, None).norms.reshape(
+                runs, -1
+            )
         return found
 
     def _vector(self, model):
         own = {name: p for name, p in self._template.named_parameters() if p.requires_grad}
         theirs = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if {name: p.shape for name, p in own.items()} != {name: p.shape for name, p in theirs.items()}:
-            raise ValueError("model must be of one architecture for all runs, but their parameters differ")
+        if {name: p.shape for name, p in own.items()} != {
+            name: p.shape for name, p in theirs.items()
+        }:
+            raise ValueError(
+                "model must be of one architecture for all runs, but their parameters differ"
+            )
         shared, given = (
-            {name: t for name, t in [*one.named_parameters(), *one.named_buffers()] if name not in own}
+            {
+                name: t
+                for name, t in [*one.named_parameters(), *one.named_buffers()]
+                if name not in own
+            }
             for one in (self._template, model)
         )
         differ = sorted(set(shared) ^ set(given)) or [
@@ -300,21 +369,34 @@ class Ensemble:
         ]
         if differ:
             raise ValueError(
-                f"model must have the same frozen parameters and buffers in all runs, got others of {', '.join(differ)}"
+                "model must have the same frozen parameters and buffers in all runs, got others "
+                f"of {', '.join(differ)}"
             )
         return torch.cat([theirs[name].detach().flatten().to(self.device) for name in own])
 
     def _stacks(self, precision, method):
-        """Whether two different runs through the stacked network give what each gives alone, in this precision."""
+        """Whether two different runs through the stacked network give what each gives alone, in
+        this precision.
+        """
         rows = proof.largest_gradients(self._template, self.loss, self.x, self.y)
         x, y = self.x[rows], self.y[rows]
-        model, pair = copy.deepcopy(self._template), torch.stack([self.vectors[0], self.vectors[0] / 2])
+        model, pair = (
+            copy.deepcopy(self._template),
+            torch.stack([self.vectors[0], self.vectors[0] / 2]),
+        )
         try:
             network = StackedNetwork(self._template)
             network.load(self.split(pair))
             with traces.evaluating(network.module):
                 together = sums.layerwise(
-                    network.module, self.loss, torch.cat([x, x]), torch.cat([y, y]), math.inf, method, 2, precision
+                    network.module,
+                    self.loss,
+                    torch.cat([x, x]),
+                    torch.cat([y, y]),
+                    math.inf,
+                    method,
+                    2,
+                    precision,
                 )
         except (UnsupportedModel, RuntimeError, AttributeError, TypeError):
             return False
@@ -324,26 +406,43 @@ class Ensemble:
                     model.get_parameter(name).copy_(p[0])
             with traces.evaluating(model):
                 alone = sums.layerwise(model, self.loss, x, y, math.inf, method, None, precision)
-            error = sum((g - together.gradients[name][run]).norm() for name, g in alone.gradients.items())
+            error = sum(
+                (g - together.gradients[name][run]).norm() for name, g in alone.gradients.items()
+            )
             error += (alone.norms - together.norms.chunk(2)[run]).norm()
-            if not error <= tolerances(pair if precision is None else pair.bfloat16())[0] * alone.norms.sum():
+            if (
+                not error
+                <= tolerances(pair if precision is None else pair.bfloat16())[0] * alone.norms.sum()
+            ):
                 return False
         return True
 
     def _workplace(self):
-        """What a pass needs for itself, so that threads do not share it: `torch.func` swaps a module's parameters."""
-        network = copy.deepcopy(self._template) if self.method == "func" else StackedNetwork(self._template)
+        """What a pass needs for itself, so that threads do not share it: `torch.func` swaps a
+        module's parameters.
+        """
+        network = (
+            copy.deepcopy(self._template)
+            if self.method == "func"
+            else StackedNetwork(self._template)
+        )
         module = network.module if isinstance(network, StackedNetwork) else network
-        self._begun[network] = states.state_of(module, parameters=False), [(b, b.clone()) for b in _buffers(module)]
+        self._begun[network] = (
+            states.state_of(module, parameters=False),
+            [(b, b.clone()) for b in _buffers(module)],
+        )
         return network
 
     def _check_as_begun(self, network):
-        """The network has kept nothing of its examples, and is in the state in which it was proved."""
+        """The network has kept nothing of its examples, and is in the state in which it was
+        proved.
+        """
         state, buffers = self._begun[network]
         module = network.module if isinstance(network, StackedNetwork) else network
         if states.state_of(module, parameters=False) != state:
             raise ValueError(
-                "model must stay in the state in which the runs began, since that was proved to treat examples one by "
+                "model must stay in the state in which the runs began, since that was proved to "
+                "treat examples one by "
                 "one, but a mode, a flag or a hook of a layer has changed"
             )
         for b, value in buffers:
@@ -372,12 +471,14 @@ class Ensemble:
             return sums.functional(network, self.loss, x, y, limits, parameters)
         network.load(parameters)
         runs = len(self.seeds[rows])
-        return sums.layerwise(network.module, self.loss, x, y, limits, self.method, runs, self.precision)
+        return sums.layerwise(
+            network.module, self.loss, x, y, limits, self.method, runs, self.precision
+        )
 
     def _explicit(self, rows, x, y):
-        gradients, _ = torch.func.vmap(sums.gradients_and_losses(self._template, self.loss), in_dims=(0, None, None))(
-            self.split(self.vectors[rows]), x, y
-        )
+        gradients, _ = torch.func.vmap(
+            sums.gradients_and_losses(self._template, self.loss), in_dims=(0, None, None)
+        )(self.split(self.vectors[rows]), x, y)
         return torch.cat([g.flatten(2) for g in gradients.values()], 2)
 
     def _draw(self, run):
@@ -396,7 +497,8 @@ class Ensemble:
         self.batch_sizes[rows.start : rows.stop, self.step] = sizes
         self._sums[rows.start : rows.stop] = 0
         indices = torch.zeros(len(rows), max(1, int(sizes.max())), dtype=torch.int64)
-        limits = torch.zeros(indices.shape, dtype=torch.float64)  # 0 beyond a run's own examples: they count nothing
+        # 0 beyond a run's own examples: they count nothing
+        limits = torch.zeros(indices.shape, dtype=torch.float64)
         for k, (own, norms) in enumerate(draws):
             indices[k, : len(own)], limits[k, : len(own)] = own, norms
         indices, limits = to_device(indices, self.device), to_device(limits, self.device)
@@ -441,7 +543,9 @@ class Ensemble:
         """Noise to the sums of those of the runs in `rows` that go on."""
         for run in rows:
             if self._ends[run] > self.step:
-                self._sums[run] = self.plans[run].noisy(self._sums[run], self._generators[run]["noise"])
+                self._sums[run] = self.plans[run].noisy(
+                    self._sums[run], self._generators[run]["noise"]
+                )
 
     def _update(self):
         """Move every run by its noisy mean gradient."""
@@ -490,21 +594,28 @@ class Ensemble:
                 "step": self.step,
                 "epochs": plain(self.epochs),
                 "tensors": {name: getattr(self, name) for name in self._KEPT},
-                "generators": [{name: g.get_state() for name, g in streams.items()} for streams in self._generators],
+                "generators": [
+                    {name: g.get_state() for name, g in streams.items()}
+                    for streams in self._generators
+                ],
                 "stateful": {name: item.state_dict() for name, item in stateful.items()},
             },
         )
 
     def _load(self, path, stateful):
-        content = read_checkpoint(path, ("identity", "step", "epochs", "tensors", "generators", "stateful"))
+        content = read_checkpoint(
+            path, ("identity", "step", "epochs", "tensors", "generators", "stateful")
+        )
         if content["identity"] != self._identity():
             raise ValueError(
-                "checkpoint must come from runs of the same plans, seeds, data, architecture and learning "
+                "checkpoint must come from runs of the same plans, seeds, data, architecture and "
+                "learning "
                 f"rates, but {os.fspath(path)!r} holds another ensemble"
             )
         if set(content["stateful"]) != set(stateful):
             raise ValueError(
-                f"stateful must name {sorted(content['stateful'])} as the checkpoint does, got {sorted(stateful)}"
+                f"stateful must name {sorted(content['stateful'])} as the checkpoint does, got "
+                f"{sorted(stateful)}"
             )
         for name, kept in content["tensors"].items():
             if kept is not None:
@@ -528,20 +639,27 @@ def _checked_seeds(seeds):
 
 
 def _models_and_plans(model, plans, runs):
-    """Models, one or one for each run, and a plan for each; the plans agree in what runs side by side share."""
+    """Models, one or one for each run, and a plan for each; the plans agree in what runs side by
+    side share.
+    """
     own = [plans] if isinstance(plans, DPSGDPlan) else list(plans)
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
     for name, items in (("plans", own), ("model", models)):
         if len(items) not in (1, runs):
-            raise ValueError(f"{name} must be one, or one for each of the {runs} seeds, got {len(items)}")
+            raise ValueError(
+                f"{name} must be one, or one for each of the {runs} seeds, got {len(items)}"
+            )
     if not all(isinstance(plan, DPSGDPlan) for plan in own):
         raise ValueError(f"plans must be a DPSGDPlan, or one for each run, got {own!r:.80}")
     own = tuple(own * (runs // len(own)))
     if len({(plan.n, plan.steps) for plan in own}) > 1:
-        raise ValueError(f"plans must agree in n and steps, got {sorted({(plan.n, plan.steps) for plan in own})}")
+        raise ValueError(
+            f"plans must agree in n and steps, got {sorted({(plan.n, plan.steps) for plan in own})}"
+        )
     if any(plan.arithmetic == "float" for plan in own):
         raise ValueError(
-            "plans must have arithmetic='real', got 'float': runs side by side have seeds and are for research"
+            "plans must have arithmetic='real', got 'float': runs side by side have seeds and are "
+            "for research"
         )
     return models, own
 
@@ -551,7 +669,8 @@ def _checked_members(members, runs, n):
     members = torch.as_tensor(members).cpu()
     if members.dtype != torch.bool or members.shape != (runs, n):
         raise ValueError(
-            f"members must be booleans of shape ({runs}, {n}), got {members.dtype} of shape {tuple(members.shape)}"
+            f"members must be booleans of shape ({runs}, {n}), got {members.dtype} of shape "
+            f"{tuple(members.shape)}"
         )
     return members
 
@@ -559,11 +678,18 @@ def _checked_members(members, runs, n):
 def _buffers(module):
     """Those of a network and of the layers that are stacked in it."""
     parts = (part for one in module.modules() for part in (one, one.__dict__.get("layer")))
-    return [b for part in parts if isinstance(part, torch.nn.Module) for b in part.buffers(recurse=False)]
+    return [
+        b
+        for part in parts
+        if isinstance(part, torch.nn.Module)
+        for b in part.buffers(recurse=False)
+    ]
 
 
 def _passes(runs, examples, size):
-    """Slices of runs and of examples that cover (runs, examples) with at most `size` numbers each, one run at least."""
+    """Slices of runs and of examples that cover (runs, examples) with at most `size` numbers each,
+    one run at least.
+    """
     some = max(1, size // max(1, examples))
     for start in range(0, runs, some):
         for first in range(0, examples, size):

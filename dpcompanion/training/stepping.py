@@ -1,16 +1,17 @@
 """A step of a training loop of one's own, which cannot be left half done.
 
-A tracker (`dpcompanion.training.tracking`) says to what a step clips, and takes what was done.  In a loop of one's
-own, with Opacus for instance, each logical step is a `step`::
+A tracker (`dpcompanion.training.tracking`) says to what a step clips, and takes what was done. In a
+loop of one's own, with Opacus for instance, each logical step is a `step`::
 
-    with tracker.step() as limits:                              # (n,)
-        ...                                                     # clip example i of the batch to limits[i], and step
+    with tracker.step() as limits:  # (n,)
+        ...  # clip example i of the batch to limits[i], and step
         tracker.observe(indices, clipped=norms_after_clipping)  # ValueError if one is longer
     ...
     tracker.epsilon(1e-5)
 
-An exact account wants to see what was clipped. One by running estimates wants ``tracker.observe(indices, norms)``, the
-norms before clipping; any other nothing, and `estimated_epsilon` tells what it is.
+An exact account wants to see what was clipped. One by running estimates wants
+``tracker.observe(indices, norms)``, the norms before clipping; any other nothing, and
+`estimated_epsilon` tells what it is.
 """
 
 import abc
@@ -36,7 +37,11 @@ class OwnLoop(abc.ABC):
 
     @abc.abstractmethod
     def after_step(
-        self, indices: Array | None = None, norms: Array | None = None, *, clipped: Array | None = None
+        self,
+        indices: Array | None = None,
+        norms: Array | None = None,
+        *,
+        clipped: Array | None = None,
     ) -> None:
         """End a step, with what was done."""
 
@@ -48,21 +53,28 @@ class OwnLoop(abc.ABC):
     def step(self) -> Iterator[torch.Tensor]:
         """One logical step of a loop of one's own, from its beginning to its end.
 
-        Within, clip to what it gives, and tell it by `observe` what was done. A step that an exception cut short
-        stays charged, and an account that was exact gives no epsilon any more: nobody has seen that it was clipped.
+        Within, clip to what it gives, and tell it by `observe` what was done. A step that an
+        exception cut short stays charged, and an account that was exact gives no epsilon any more:
+        nobody has seen that it was clipped.
 
         Yields:
-            The norms to which this step must clip, (n,) float64: C where that is the plan's own, 0 for who takes no
+            The norms to which this step must clip, (n,) float64: C where that is the plan's own, 0
+            for who takes no
             part.
 
         Raises:
-            ValueError: at its end, if something was not observed that the account needs, or a gradient was longer than
-                allowed; at its beginning, if the step before has not ended.
+            ValueError: at its end, if something was not observed that the account needs, or a
+                gradient was longer than allowed; at its beginning, if the step before has not
+                ended.
 
         >>> from dpcompanion.training import DPSGDPlan, NormTracker, cross_entropy
-        >>> plan = DPSGDPlan(n=4, sample_rate=0.5, steps=20, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-3)
+        >>> plan = DPSGDPlan(
+        ...     n=4, sample_rate=0.5, steps=20, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-3
+        ... )
         >>> data = torch.eye(4), torch.arange(4) % 2
-        >>> tracker = NormTracker.for_plan(plan, torch.nn.Linear(4, 2), cross_entropy, data, clipping="individual")
+        >>> tracker = NormTracker.for_plan(
+        ...     plan, torch.nn.Linear(4, 2), cross_entropy, data, clipping="individual"
+        ... )
         >>> with tracker.step() as limits:
         ...     drawn = torch.tensor([0, 3])
         ...     # ... clip their gradients to limits[drawn], add noise, step
@@ -76,27 +88,36 @@ class OwnLoop(abc.ABC):
         self._observed = []
         try:
             yield torch.full_like(self.norms, self.measuring.largest) if limits is None else limits
-            pieces = [[piece[k] for piece in self._observed if piece[k] is not None] for k in range(3)]
+            pieces = [
+                [piece[k] for piece in self._observed if piece[k] is not None] for k in range(3)
+            ]
             if any(len(column) not in (0, len(self._observed)) for column in pieces):
-                raise ValueError("observe must be given the same arguments for each piece of a step")
+                raise ValueError(
+                    "observe must be given the same arguments for each piece of a step"
+                )
             indices, norms, clipped = (torch.cat(column) if column else None for column in pieces)
             self.after_step(indices, norms, clipped=clipped)
         finally:
             self._observed = None
 
-    def observe(self, indices: Array, norms: Array | None = None, *, clipped: Array | None = None) -> None:
+    def observe(
+        self, indices: Array, norms: Array | None = None, *, clipped: Array | None = None
+    ) -> None:
         """Say within `step` what was done, once or for each piece of a draw that is cut for memory.
 
         Args:
             indices: the examples, (k,), k >= 0.
             norms: of their gradients before clipping, (k,); needed for running estimates.
-            clipped: the same after clipping, (k,); needed for an exact account, also of an empty draw.
+            clipped: the same after clipping, (k,); needed for an exact account, also of an empty
+            draw.
 
         Raises:
             ValueError: outside of `step`, or for lengths that differ.
         """
         if self._observed is None:
-            raise ValueError("observe must be called within step: with tracker.step() as limits: ...")
+            raise ValueError(
+                "observe must be called within step: with tracker.step() as limits: ..."
+            )
         indices = torch.as_tensor(indices, device="cpu").to(torch.int64)
         piece: list[torch.Tensor | None] = [indices]
         for name, values in (("norms", norms), ("clipped", clipped)):

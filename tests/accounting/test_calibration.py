@@ -1,7 +1,12 @@
 import math
 
 import pytest
-from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent, calibrate_dp_mechanism
+from dp_accounting import (
+    GaussianDpEvent,
+    PoissonSampledDpEvent,
+    SelfComposedDpEvent,
+    calibrate_dp_mechanism,
+)
 from dp_accounting.pld import PLDAccountant
 
 from dpcompanion.accounting import (
@@ -16,7 +21,8 @@ from dpcompanion.accounting import (
 from ..refusals import refuses
 
 USUAL, LOOSE, STRICT = (
-    dict(target_epsilon=epsilon, target_delta=delta) for epsilon, delta in ((1.0, 1e-5), (8.0, 1e-10), (0.05, 1e-3))
+    dict(target_epsilon=epsilon, target_delta=delta)
+    for epsilon, delta in ((1.0, 1e-5), (8.0, 1e-10), (0.05, 1e-3))
 )
 OFF = 1.1e-4
 
@@ -33,15 +39,23 @@ def epsilon_of(target, accountant, **run):
         (0.3, 40, LOOSE),
         (0.01, 1, USUAL),
         (1.0, 10, LOOSE),
-        *(pytest.param(1e-4, 500, target, marks=pytest.mark.slow) for target in (USUAL, LOOSE, STRICT)),
+        *(
+            pytest.param(1e-4, 500, target, marks=pytest.mark.slow)
+            for target in (USUAL, LOOSE, STRICT)
+        ),
     ],
 )
-def test_the_noise_meets_the_target_and_a_little_less_does_not(sample_rate, steps, target, accountant):
+def test_the_noise_meets_the_target_and_a_little_less_does_not(
+    sample_rate, steps, target, accountant
+):
     run = dict(sample_rate=sample_rate, steps=steps)
     noise = find_noise_multiplier(**run, **target, accountant=accountant)
     assert type(noise) is float
     assert epsilon_of(target, accountant, **run, noise_multiplier=noise) <= target["target_epsilon"]
-    assert epsilon_of(target, accountant, **run, noise_multiplier=noise * (1 - OFF)) > target["target_epsilon"]
+    assert (
+        epsilon_of(target, accountant, **run, noise_multiplier=noise * (1 - OFF))
+        > target["target_epsilon"]
+    )
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
@@ -51,15 +65,26 @@ def test_the_noise_meets_the_target_and_a_little_less_does_not(sample_rate, step
         (3.4253, 9440, USUAL),
         (30.0, 10**5, LOOSE),
         (1.5, 1, USUAL),
-        *(pytest.param(0.8, 100, target, marks=pytest.mark.slow) for target in (USUAL, LOOSE, STRICT)),
+        *(
+            pytest.param(0.8, 100, target, marks=pytest.mark.slow)
+            for target in (USUAL, LOOSE, STRICT)
+        ),
     ],
 )
-def test_the_rate_meets_the_target_and_a_little_more_does_not(noise_multiplier, steps, target, accountant):
+def test_the_rate_meets_the_target_and_a_little_more_does_not(
+    noise_multiplier, steps, target, accountant
+):
     run = dict(noise_multiplier=noise_multiplier, steps=steps)
     rate = find_sample_rate(**run, **target, accountant=accountant)
-    assert 0 < rate <= 1 and epsilon_of(target, accountant, **run, sample_rate=rate) <= target["target_epsilon"]
+    assert (
+        0 < rate <= 1
+        and epsilon_of(target, accountant, **run, sample_rate=rate) <= target["target_epsilon"]
+    )
     if rate < 1:
-        assert epsilon_of(target, accountant, **run, sample_rate=min(1.0, rate * (1 + OFF))) > target["target_epsilon"]
+        assert (
+            epsilon_of(target, accountant, **run, sample_rate=min(1.0, rate * (1 + OFF)))
+            > target["target_epsilon"]
+        )
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
@@ -71,17 +96,25 @@ def test_the_rate_meets_the_target_and_a_little_more_does_not(noise_multiplier, 
         *(pytest.param(0.5, 30.0, target, marks=pytest.mark.slow) for target in (USUAL, LOOSE)),
     ],
 )
-def test_the_steps_meet_the_target_and_one_more_does_not(sample_rate, noise_multiplier, target, accountant):
+def test_the_steps_meet_the_target_and_one_more_does_not(
+    sample_rate, noise_multiplier, target, accountant
+):
     run = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier)
     steps = find_steps(**run, **target, accountant=accountant)
     more = steps + 1 if steps < 10_000 else math.ceil(steps * (1 + OFF))
-    assert type(steps) is int and epsilon_of(target, accountant, **run, steps=steps) <= target["target_epsilon"]
+    assert (
+        type(steps) is int
+        and epsilon_of(target, accountant, **run, steps=steps) <= target["target_epsilon"]
+    )
     assert epsilon_of(target, accountant, **run, steps=more) > target["target_epsilon"]
 
 
 def test_a_single_step_may_be_all_that_is_allowed():
     one = compute_epsilon(sample_rate=0.01, noise_multiplier=1.0, steps=1, delta=1e-5)
-    assert find_steps(target_epsilon=one, target_delta=1e-5, sample_rate=0.01, noise_multiplier=1.0) == 1
+    assert (
+        find_steps(target_epsilon=one, target_delta=1e-5, sample_rate=0.01, noise_multiplier=1.0)
+        == 1
+    )
 
 
 def test_full_batches_need_the_noise_of_the_gaussian_mechanism():
@@ -90,13 +123,18 @@ def test_full_batches_need_the_noise_of_the_gaussian_mechanism():
 
 
 def test_a_rate_of_one_is_found_where_full_batches_are_affordable():
-    assert find_sample_rate(target_epsilon=1.0, target_delta=1e-5, noise_multiplier=1000.0, steps=10) == 1.0
+    assert (
+        find_sample_rate(target_epsilon=1.0, target_delta=1e-5, noise_multiplier=1000.0, steps=10)
+        == 1.0
+    )
 
 
 def test_tight_accounting_needs_less_noise():
     run = dict(target_epsilon=1.0, target_delta=1e-5, sample_rate=1 / 118, steps=9440)
     assert (
-        find_noise_multiplier(**run) < find_noise_multiplier(**run, accountant="rdp") == pytest.approx(3.4247, rel=2e-4)
+        find_noise_multiplier(**run)
+        < find_noise_multiplier(**run, accountant="rdp")
+        == pytest.approx(3.4247, rel=2e-4)
     )
 
 
@@ -104,12 +142,16 @@ def test_tight_accounting_needs_less_noise():
 def test_dp_accounting_finds_the_same_noise():
     theirs = calibrate_dp_mechanism(
         lambda: PLDAccountant(value_discretization_interval=1e-4),
-        lambda noise: SelfComposedDpEvent(PoissonSampledDpEvent(0.01, GaussianDpEvent(noise)), 2000),
+        lambda noise: SelfComposedDpEvent(
+            PoissonSampledDpEvent(0.01, GaussianDpEvent(noise)), 2000
+        ),
         2.0,
         1e-5,
         tol=1e-5,
     )
-    ours = find_noise_multiplier(target_epsilon=2.0, target_delta=1e-5, sample_rate=0.01, steps=2000)
+    ours = find_noise_multiplier(
+        target_epsilon=2.0, target_delta=1e-5, sample_rate=0.01, steps=2000
+    )
     assert ours == pytest.approx(theirs, rel=3e-4)
 
 
@@ -133,8 +175,19 @@ def test_targets_out_of_reach_are_refused_by_name(accountant):
     out_of_reach(find_steps, 10, target_delta=0.4, sample_rate=1e-7, noise_multiplier=1e6)
 
 
-GOOD = dict(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.01, noise_multiplier=1.0, steps=10, accountant="rdp")
-SEARCHES = [(find_noise_multiplier, "noise_multiplier"), (find_sample_rate, "sample_rate"), (find_steps, "steps")]
+GOOD = dict(
+    target_epsilon=1.0,
+    target_delta=1e-5,
+    sample_rate=0.01,
+    noise_multiplier=1.0,
+    steps=10,
+    accountant="rdp",
+)
+SEARCHES = [
+    (find_noise_multiplier, "noise_multiplier"),
+    (find_sample_rate, "sample_rate"),
+    (find_steps, "steps"),
+]
 
 
 def test_bad_arguments_are_refused_by_name():
@@ -147,5 +200,7 @@ def test_bad_arguments_are_refused_by_name():
         accountant=["gdp"],
     )
     for search, found in SEARCHES:
-        given, wrong = ({key: value for key, value in every.items() if key != found} for every in (GOOD, bad))
+        given, wrong = (
+            {key: value for key, value in every.items() if key != found} for every in (GOOD, bad)
+        )
         refuses(search, given, **wrong)

@@ -7,7 +7,13 @@ from dp_accounting.rdp import rdp_privacy_accountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpcompanion.accounting import DEFAULT_ORDERS, gaussian_epsilon, rdp_sampled_gaussian, rdp_to_delta, rdp_to_epsilon
+from dpcompanion.accounting import (
+    DEFAULT_ORDERS,
+    gaussian_epsilon,
+    rdp_sampled_gaussian,
+    rdp_to_delta,
+    rdp_to_epsilon,
+)
 
 from ..refusals import refuses
 
@@ -45,11 +51,18 @@ def test_mironovs_conversion_is_its_formula():
     assert float(epsilon) == pytest.approx(min(each), rel=1e-14) and float(order) == 16
 
 
-@given(rate=st.floats(-7, 0), noise=st.floats(-1, 6), steps=st.integers(1, 10**7), log_delta=st.floats(-15, -0.31))
+@given(
+    rate=st.floats(-7, 0),
+    noise=st.floats(-1, 6),
+    steps=st.integers(1, 10**7),
+    log_delta=st.floats(-15, -0.31),
+)
 @settings(max_examples=25, deadline=None)
 def test_over_the_whole_range_the_bounds_are_finite_and_ordered(rate, noise, steps, log_delta):
     rdp, delta = run(10**rate, 10**noise, steps), 10**log_delta
-    tight, loose = (float(rdp_to_epsilon(rdp, DEFAULT_ORDERS, delta, conversion=c)[0]) for c in CONVERSIONS)
+    tight, loose = (
+        float(rdp_to_epsilon(rdp, DEFAULT_ORDERS, delta, conversion=c)[0]) for c in CONVERSIONS
+    )
     assert 0 <= tight <= loose < math.inf
 
 
@@ -72,9 +85,9 @@ def test_no_conversion_falls_below_the_exact_gaussian_mechanism(mu, log_delta):
     orders = torch.tensor(DEFAULT_ORDERS, dtype=torch.float64)
     exact = float(gaussian_epsilon(mu, 10**log_delta))
     for conversion in CONVERSIONS:
-        assert float(rdp_to_epsilon(orders * mu**2 / 2, orders, 10**log_delta, conversion=conversion)[0]) >= exact * (
-            1 - 1e-12
-        )
+        assert float(
+            rdp_to_epsilon(orders * mu**2 / 2, orders, 10**log_delta, conversion=conversion)[0]
+        ) >= exact * (1 - 1e-12)
 
 
 def test_epsilon_is_zero_once_delta_covers_the_total_variation():
@@ -101,7 +114,11 @@ def test_a_divergence_of_zero_costs_nothing_and_an_infinite_one_everything():
 def test_many_rows_and_deltas_are_converted_together():
     rdp = torch.stack([run(noise_multiplier=s) for s in (0.7, 1.0, 4.0)])
     epsilon, order = rdp_to_epsilon(rdp[:, None], DEFAULT_ORDERS, torch.tensor([1e-5, 1e-9]))
-    assert epsilon.shape == order.shape == (3, 2) and epsilon.dtype == torch.float64 and epsilon.device == rdp.device
+    assert (
+        epsilon.shape == order.shape == (3, 2)
+        and epsilon.dtype == torch.float64
+        and epsilon.device == rdp.device
+    )
     for i in range(3):
         for j, delta in enumerate(torch.tensor([1e-5, 1e-9]).double().tolist()):
             assert float(epsilon[i, j]) == float(rdp_to_epsilon(rdp[i], DEFAULT_ORDERS, delta)[0])

@@ -24,7 +24,9 @@ def test_delta_agrees_with_the_formula_in_high_precision(log_mu, z):
     mu = 10**log_mu
     epsilon = max(0.0, mu * (z + mu / 2 - 3))  # from the bulk to a delta of e^-650
     exact = float(exact_delta(mu, epsilon))
-    assert float(gaussian_delta(mu, epsilon)) == pytest.approx(exact, rel=1e-11 * (1 + z * z), abs=1e-305)
+    assert float(gaussian_delta(mu, epsilon)) == pytest.approx(
+        exact, rel=1e-11 * (1 + z * z), abs=1e-305
+    )
 
 
 @pytest.mark.parametrize("mu", [2.5, 30.7, 11234.567, 1234567.891, 123456789.123])
@@ -61,7 +63,9 @@ def test_the_two_inverses_agree_and_broadcast():
     mu = gaussian_mu(torch.tensor([0.1, 1.0, 10.0])[:, None], [1e-3, 1e-6])
     assert mu.shape == (3, 2) and mu.dtype == torch.float64
     again = gaussian_epsilon(mu, [1e-3, 1e-6])
-    torch.testing.assert_close(again, torch.tensor([0.1, 1.0, 10.0]).double()[:, None].expand(3, 2), rtol=1e-7, atol=0)
+    torch.testing.assert_close(
+        again, torch.tensor([0.1, 1.0, 10.0]).double()[:, None].expand(3, 2), rtol=1e-7, atol=0
+    )
     assert float(gaussian_mu(0, 0.5)) == pytest.approx(math.sqrt(8) * 0.4769362762044699, rel=1e-9)
 
 
@@ -76,11 +80,18 @@ def test_delta_rises_with_the_sensitivity_and_falls_with_epsilon(mu, epsilon, fa
 
 def test_at_epsilon_zero_delta_is_the_total_variation():
     for mu in (1e-9, 0.3, 5.0):
-        assert float(gaussian_delta(mu, 0.0)) == pytest.approx(math.erf(mu / math.sqrt(8)), rel=1e-12)
+        assert float(gaussian_delta(mu, 0.0)) == pytest.approx(
+            math.erf(mu / math.sqrt(8)), rel=1e-12
+        )
 
 
 def test_the_ends_of_the_range():
-    assert gaussian_delta([0.0, math.inf, 1.0, 0.0], [0.0, 5.0, math.inf, 3.0]).tolist() == [0, 1, 0, 0]
+    assert gaussian_delta([0.0, math.inf, 1.0, 0.0], [0.0, 5.0, math.inf, 3.0]).tolist() == [
+        0,
+        1,
+        0,
+        0,
+    ]
     assert gaussian_epsilon([0.0, math.inf], 1e-5).tolist() == [0, math.inf]
     assert float(gaussian_epsilon(1e-300, 1e-5)) == 0
     assert float(gaussian_epsilon(1e4, 1e-5)) == pytest.approx(5e7 + 4.26489e4, rel=1e-6)
@@ -91,14 +102,22 @@ def test_shapes_broadcast_and_stay_where_they_are():
     found = gaussian_delta(mu[:, None], torch.tensor([0.5, 1.0]))
     assert found.shape == (3, 2) and found.dtype == torch.float64 and found.device == mu.device
     assert float(found[1, 1]) == float(gaussian_delta(1.0, 1.0))
-    assert gaussian_epsilon(1.0, [1e-5, 1e-6]).shape == (2,) and gaussian_epsilon(torch.tensor(1.0), 1e-5).shape == ()
+    assert (
+        gaussian_epsilon(1.0, [1e-5, 1e-6]).shape == (2,)
+        and gaussian_epsilon(torch.tensor(1.0), 1e-5).shape == ()
+    )
 
 
 def test_bad_arguments_are_refused_by_name():
     ratio = dict(sensitivity_over_sigma=1.0)
     refuses(gaussian_delta, dict(ratio, epsilon=1.0), sensitivity_over_sigma=[-1.0, math.nan])
     refuses(gaussian_delta, dict(ratio, epsilon=1.0), epsilon=[-0.1, [1.0, math.nan]])
-    refuses(gaussian_epsilon, dict(ratio, delta=0.1), sensitivity_over_sigma=["x"], delta=[0.0, 1.0, math.nan])
+    refuses(
+        gaussian_epsilon,
+        dict(ratio, delta=0.1),
+        sensitivity_over_sigma=["x"],
+        delta=[0.0, 1.0, math.nan],
+    )
     refuses(gaussian_mu, dict(epsilon=1.0, delta=0.1), epsilon=[-1.0, math.inf], delta=[0.0])
 
 

@@ -36,11 +36,16 @@ def test_a_history_at_one_level_costs_what_the_run_costs(rate, noises, steps, de
 
 @pytest.mark.parametrize("noise", [0.1, pytest.param(0.03, marks=pytest.mark.slow)])
 def test_histories_with_little_noise_have_the_epsilon_of_their_run(noise):
-    """Where the grid of epsilons was longer than 745, the exponential of its lower part was 0, and so was epsilon."""
+    """Where the grid of epsilons was longer than 745, the exponential of its lower part was 0, and
+    so was epsilon.
+    """
     found = epsilon_of_histories(
         [[50, 0], [25, 25]], sample_rate=0.01, noise_multipliers=[noise, 2 * noise], delta=1e-5
     )
-    exact = [compute_epsilon(sample_rate=0.01, noise_multiplier=noise, steps=steps, delta=1e-5) for steps in (50, 25)]
+    exact = [
+        compute_epsilon(sample_rate=0.01, noise_multiplier=noise, steps=steps, delta=1e-5)
+        for steps in (50, 25)
+    ]
     assert exact[0] * (1 - 2e-4) <= float(found[0]) <= 1.005 * exact[0]
     assert exact[1] <= float(found[1]) <= float(found[0])
 
@@ -53,7 +58,9 @@ def test_mixed_histories_are_never_below_dp_accounting_and_within_a_hundredth_ab
     counts *= (torch.rand(10, 3, generator=generator) < 0.7).long()
     ours = epsilon_of_histories(counts, sample_rate=rate, noise_multipliers=noises, delta=delta)
     steps = [
-        privacy_loss_distribution.from_gaussian_mechanism(noise, sampling_prob=rate, value_discretization_interval=5e-5)
+        privacy_loss_distribution.from_gaussian_mechanism(
+            noise, sampling_prob=rate, value_discretization_interval=5e-5
+        )
         for noise in noises
     ]
     compared = 0
@@ -72,14 +79,21 @@ def test_mixed_histories_are_never_below_dp_accounting_and_within_a_hundredth_ab
 
 
 def test_histories_that_want_other_tilts_do_not_spoil_each_other():
-    """Long gradients at first and short ones later cost about as much as middling ones, and want half the tilt."""
+    """Long gradients at first and short ones later cost about as much as middling ones, and want
+    half the tilt.
+    """
     rate, noises, delta = 1024 / 60000, [1.32 / share for share in (1.0, 0.43, 0.05)], 1e-5
     counts = torch.tensor([[60, 0, 1120], [0, 1180, 0], [120, 0, 1060], [0, 1000, 100]])
     ours = epsilon_of_histories(counts, sample_rate=rate, noise_multipliers=noises, delta=delta)
-    steps = [privacy_loss_distribution.from_gaussian_mechanism(noise, sampling_prob=rate) for noise in noises]
+    steps = [
+        privacy_loss_distribution.from_gaussian_mechanism(noise, sampling_prob=rate)
+        for noise in noises
+    ]
     for row, epsilon in zip(counts.tolist(), ours.tolist()):
         parts = [step.self_compose(count) for step, count in zip(steps, row) if count]
-        reference = functools.reduce(lambda one, other: one.compose(other), parts).get_epsilon_for_delta(delta)
+        reference = functools.reduce(
+            lambda one, other: one.compose(other), parts
+        ).get_epsilon_for_delta(delta)
         assert reference * (1 - 1e-4) <= epsilon <= reference * 1.01
 
 
@@ -88,7 +102,9 @@ def test_no_steps_cost_nothing_and_the_order_of_histories_does_not_matter():
     given = dict(sample_rate=0.05, noise_multipliers=[1.0, 4.0], delta=1e-6)
     found = epsilon_of_histories(counts, **given)
     assert found[0] == 0 and found[1] == found[4] and found[2] > found[1] > found[3] >= 0
-    assert torch.allclose(epsilon_of_histories(counts.flip(0), **given), found.flip(0), rtol=1e-9, atol=0)
+    assert torch.allclose(
+        epsilon_of_histories(counts.flip(0), **given), found.flip(0), rtol=1e-9, atol=0
+    )
     assert (epsilon_of_histories(torch.zeros(3, 2), **given) == 0).all()
 
 
@@ -105,13 +121,16 @@ def some():
     return counts, run, epsilon_of_histories(counts, **run)
 
 
-@pytest.mark.parametrize("changed", [dict(_ROWS=64, _ASKED=64), dict(_ROWS=64, _ASKED=4), dict(BLOCK=100 * 12)])
+@pytest.mark.parametrize(
+    "changed", [dict(_ROWS=64, _ASKED=64), dict(_ROWS=64, _ASKED=4), dict(BLOCK=100 * 12)]
+)
 def test_in_parts_of_any_size_histories_cost_what_they_cost_together(changed, monkeypatch):
     counts, run, together = some()
     for name, value in changed.items():
         monkeypatch.setattr(histories, name, value)
     parts = epsilon_of_histories(counts, **run)
-    # Those of a block share grids, so that other blocks have others: either is off by at most a thousandth.
+    # Those of a block share grids, so that other blocks have others: either is off by at most a
+    # thousandth.
     torch.testing.assert_close(parts, together, rtol=1e-3 if "BLOCK" in changed else 1e-9, atol=0)
 
 
@@ -123,7 +142,9 @@ def test_only_rows_that_are_the_same_are_taken_for_the_same(monkeypatch):
     rows, which = histories.distinct_rows(few)
     assert torch.equal(rows[which], few) and len(rows) == 10
     # Where all have the same mark.
-    monkeypatch.setattr(torch, "rand", lambda *size, generator, dtype: torch.full(size, 0.0, dtype=dtype))
+    monkeypatch.setattr(
+        torch, "rand", lambda *size, generator, dtype: torch.full(size, 0.0, dtype=dtype)
+    )
     rows, which = histories.distinct_rows(counts)
     assert torch.equal(rows[which], counts)
 
@@ -147,7 +168,10 @@ def test_bad_arguments_are_refused_by_name():
 
 def test_counts_may_be_of_any_whole_type():
     given = dict(sample_rate=0.1, noise_multipliers=[1.0, 2.0], delta=1e-5)
-    found = [epsilon_of_histories(np.array([[200, 100]], dtype=kind), **given) for kind in ("int64", "uint64", "uint8")]
+    found = [
+        epsilon_of_histories(np.array([[200, 100]], dtype=kind), **given)
+        for kind in ("int64", "uint64", "uint8")
+    ]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 

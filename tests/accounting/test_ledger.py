@@ -36,7 +36,13 @@ from dpcompanion.individual import IndividualAccountant
 from dpcompanion.training import DPSGDPlan
 
 GRID, COARSE = {"value_discretization_interval": 1e-4}, {"value_discretization_interval": 1e-3}
-PHASES = Ledger([SampledGaussian(0.01, 1.1, 500), SampledGaussian(0.01, 0.9, 300), SampledGaussian(0.02, 1.3, 200)])
+PHASES = Ledger(
+    [
+        SampledGaussian(0.01, 1.1, 500),
+        SampledGaussian(0.01, 0.9, 300),
+        SampledGaussian(0.02, 1.3, 200),
+    ]
+)
 TWO = Ledger([SampledGaussian(0.01, 1.0, 500), SampledGaussian(0.02, 1.2, 500)])
 
 
@@ -47,10 +53,14 @@ def oracle(item, grid=GRID):
             item.noise_multiplier, sampling_prob=item.sample_rate, **grid
         ).self_compose(item.steps)
     if isinstance(item, Gaussian):
-        return theirs.from_gaussian_mechanism(item.noise_multiplier, **grid).self_compose(item.count)
+        return theirs.from_gaussian_mechanism(item.noise_multiplier, **grid).self_compose(
+            item.count
+        )
     if isinstance(item, Laplace):
         return theirs.from_laplace_mechanism(item.scale, **grid).self_compose(item.count)
-    return theirs.from_privacy_parameters(common.DifferentialPrivacyParameters(item.epsilon, item.delta), **grid)
+    return theirs.from_privacy_parameters(
+        common.DifferentialPrivacyParameters(item.epsilon, item.delta), **grid
+    )
 
 
 def test_phases_of_different_rates_and_noises_cost_what_dp_accounting_says():
@@ -71,16 +81,24 @@ def test_releases_guarantees_and_runs_cost_what_dp_accounting_says():
 def test_adding_counts_where_it_costs_more():
     # Both directions by dp-accounting; at this large delta and rate they are near each other.
     items = [SampledGaussian(0.6, 0.7, 3), SampledGaussian(0.9, 1.5, 2), Laplace(2.0)]
-    loss = oracle(items[0], COARSE).compose(oracle(items[1], COARSE)).compose(oracle(items[2], COARSE))
+    loss = (
+        oracle(items[0], COARSE).compose(oracle(items[1], COARSE)).compose(oracle(items[2], COARSE))
+    )
     for delta in (1e-6, 0.05, 0.3):
-        assert Ledger(items).epsilon(delta) == pytest.approx(loss.get_epsilon_for_delta(delta), rel=1e-3, abs=1e-3)
+        assert Ledger(items).epsilon(delta) == pytest.approx(
+            loss.get_epsilon_for_delta(delta), rel=1e-3, abs=1e-3
+        )
 
 
-@pytest.mark.parametrize("delta", [1e-3, *(pytest.param(delta, marks=pytest.mark.slow) for delta in (0.3, 1e-9))])
+@pytest.mark.parametrize(
+    "delta", [1e-3, *(pytest.param(delta, marks=pytest.mark.slow) for delta in (0.3, 1e-9))]
+)
 def test_one_run_costs_what_compute_epsilon_says(delta):
     run = dict(sample_rate=0.02, noise_multiplier=0.9, steps=300)
     epsilon = compute_epsilon(**run, delta=delta)
-    ledger = Ledger([SampledGaussian(**{**run, "steps": 100}), SampledGaussian(**{**run, "steps": 200})])
+    ledger = Ledger(
+        [SampledGaussian(**{**run, "steps": 100}), SampledGaussian(**{**run, "steps": 200})]
+    )
     assert ledger.epsilon(delta) == pytest.approx(epsilon, rel=2e-4, abs=1e-4)
     assert ledger.delta(2.0) == pytest.approx(compute_delta(**run, epsilon=2.0), rel=1e-3)
     rates = torch.tensor([1e-3, 0.1, 0.7])
@@ -96,7 +114,9 @@ def test_gaussians_compose_in_closed_form_and_on_the_grid():
     assert ledger.epsilon(1e-6) >= gaussian_epsilon(mu, 1e-6)
     assert ledger.delta(1.5) == pytest.approx(gaussian_delta(mu, 1.5), rel=1e-9)
     assert ledger.mu().mu == pytest.approx(mu, rel=1e-12) and ledger.mu().mu >= mu
-    assert ledger.trade_off(0.1) == pytest.approx(stats.norm.cdf(stats.norm.ppf(0.9) - mu), rel=1e-9)
+    assert ledger.trade_off(0.1) == pytest.approx(
+        stats.norm.cdf(stats.norm.ppf(0.9) - mu), rel=1e-9
+    )
     # A guarantee that costs nothing sends the same through the grid.
     for delta in (1e-2, 1e-6, 1e-12):
         exact = gaussian_epsilon(mu, delta)
@@ -113,8 +133,13 @@ def test_laplace_noise_and_guarantees_have_their_closed_forms(scale):
     for epsilon in (0.0, 0.5 * c):
         # P's mass on the loss c is (1 - d) e^c / (1 + e^c), and d on an infinite one.
         exact = 1e-3 + (1 - 1e-3) / (1 + math.exp(-c)) * -math.expm1(epsilon - c)
-        assert exact * (1 - 1e-12) <= Ledger([Guarantee(c, 1e-3)]).delta(epsilon) <= exact * (1 + 1e-4)
-    assert Ledger([Guarantee(c, 1e-3)]).epsilon(1e-3) == c and Ledger([Guarantee(c, 1e-3)]).epsilon(1e-4) == math.inf
+        assert (
+            exact * (1 - 1e-12) <= Ledger([Guarantee(c, 1e-3)]).delta(epsilon) <= exact * (1 + 1e-4)
+        )
+    assert (
+        Ledger([Guarantee(c, 1e-3)]).epsilon(1e-3) == c
+        and Ledger([Guarantee(c, 1e-3)]).epsilon(1e-4) == math.inf
+    )
 
 
 def test_a_full_batch_at_little_noise_beside_sampled_steps_stays_on_the_grid():
@@ -142,7 +167,10 @@ def test_two_laplace_releases_by_quadrature():
 
 ITEMS = st.one_of(
     st.builds(
-        SampledGaussian, st.sampled_from([0.01, 0.1, 0.5, 1.0]), st.sampled_from([0.6, 1.0, 4.0]), st.integers(0, 50)
+        SampledGaussian,
+        st.sampled_from([0.01, 0.1, 0.5, 1.0]),
+        st.sampled_from([0.6, 1.0, 4.0]),
+        st.integers(0, 50),
     ),
     st.builds(Gaussian, st.sampled_from([1.0, 9.0]), st.integers(0, 2)),
     st.builds(Laplace, st.sampled_from([0.5, 20.0]), st.integers(0, 2)),
@@ -167,14 +195,19 @@ def test_a_bound_is_never_below_the_optimistic_distribution():
     items = [SampledGaussian(0.05, 0.8, 40), SampledGaussian(0.3, 3.0, 60)]
     losses = [
         theirs.from_gaussian_mechanism(
-            item.noise_multiplier, sampling_prob=item.sample_rate, pessimistic_estimate=False, **GRID
+            item.noise_multiplier,
+            sampling_prob=item.sample_rate,
+            pessimistic_estimate=False,
+            **GRID,
         ).self_compose(item.steps)
         for item in items
     ]
     below = losses[0].compose(losses[1])
     for delta in (1e-2, 1e-5, 1e-8):
         found = Ledger(items).epsilon(delta)
-        assert below.get_epsilon_for_delta(delta) <= found <= below.get_epsilon_for_delta(delta) * 1.01
+        assert (
+            below.get_epsilon_for_delta(delta) <= found <= below.get_epsilon_for_delta(delta) * 1.01
+        )
 
 
 def test_more_kinds_than_few_stay_a_bound_with_a_coarser_grid(monkeypatch):
@@ -190,7 +223,9 @@ def test_mu_lies_above_the_whole_curve_and_its_regret_is_the_gap():
     for epsilon in (0.0, 0.3, 1.0, 2.0, 3.0):
         assert gaussian_delta(found.mu, epsilon) >= TWO.delta(epsilon) * (1 - 1e-3)
     rates = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
-    gap = TWO.trade_off(rates) - torch.from_numpy(stats.norm.cdf(stats.norm.ppf(1 - rates.numpy()) - found.mu))
+    gap = TWO.trade_off(rates) - torch.from_numpy(
+        stats.norm.cdf(stats.norm.ppf(1 - rates.numpy()) - found.mu)
+    )
     assert -1e-6 <= float(gap.min()) and float(gap.max()) == pytest.approx(found.regret, abs=2e-3)
     assert Ledger([Guarantee(1.0, 1e-3)]).mu().mu == math.inf and Ledger().mu() == (0.0, 0.0)
 
@@ -198,19 +233,33 @@ def test_mu_lies_above_the_whole_curve_and_its_regret_is_the_gap():
 def test_so_little_noise_that_no_grid_resolves_it_costs_the_sum():
     one, other = SampledGaussian(0.5, 0.005, 10), SampledGaussian(0.5, 1.0, 10)
     ledger = Ledger([one, other])
-    runs = [dict(sample_rate=i.sample_rate, noise_multiplier=i.noise_multiplier, steps=i.steps) for i in (one, other)]
-    assert ledger.epsilon(1e-5) == pytest.approx(sum(compute_epsilon(**run, delta=5e-6) for run in runs), rel=1e-9)
+    runs = [
+        dict(sample_rate=i.sample_rate, noise_multiplier=i.noise_multiplier, steps=i.steps)
+        for i in (one, other)
+    ]
+    assert ledger.epsilon(1e-5) == pytest.approx(
+        sum(compute_epsilon(**run, delta=5e-6) for run in runs), rel=1e-9
+    )
     assert ledger.error(1e-5) == math.inf
 
 
 def test_a_plan_an_opacus_history_and_another_ledger_are_items():
-    plan = DPSGDPlan(n=100, sample_rate=0.01, steps=500, max_grad_norm=0.5, noise_multiplier=1.0, delta=1e-5)
+    plan = DPSGDPlan(
+        n=100, sample_rate=0.01, steps=500, max_grad_norm=0.5, noise_multiplier=1.0, delta=1e-5
+    )
     other = Ledger.from_opacus([(1.2, 0.02, 500)])
     added = LedgerEntry(TWO.items[0], relation="zero-out")
-    assert Ledger([plan, other]) == Ledger([added, TWO.items[1]]) == Ledger().add(plan).add(TWO.items[1]) != TWO
+    assert (
+        Ledger([plan, other])
+        == Ledger([added, TWO.items[1]])
+        == Ledger().add(plan).add(TWO.items[1])
+        != TWO
+    )
     assert hash(TWO) == hash(Ledger(TWO.items)) and len(TWO) == 2
     norms = torch.tensor([0.5, 1.5], dtype=torch.float64)
-    unequal = DPSGDPlan(n=2, sample_rate=[0.1, 0.2], steps=5, max_grad_norm=norms, noise_multiplier=3.0, delta=1e-5)
+    unequal = DPSGDPlan(
+        n=2, sample_rate=[0.1, 0.2], steps=5, max_grad_norm=norms, noise_multiplier=3.0, delta=1e-5
+    )
     assert Ledger([unequal]).items == (SampledGaussian(0.2, 2.0, 5),)
     event = Ledger([Laplace(2.0), Gaussian(3.0, 2), *TWO.items]).to_dp_event()
     accountant = dp_accounting.pld.PLDAccountant().compose(event)
@@ -227,18 +276,26 @@ ADD_REMOVE = DPSGDPlan(**RUN, unit="patient", expected_batch_size=10)
 def whom(items, relation="add-remove"):
     """What a statement says of neighbours, and of its items."""
     said = Ledger(items, relation=relation).statement(1e-3)
-    return said.partition(";" if "zero-out;" not in said else "),")[0], said.partition("Composed: ")[2]
+    return said.partition(";" if "zero-out;" not in said else "),")[0], said.partition(
+        "Composed: "
+    )[2]
 
 
 def test_a_statement_says_the_relation_that_all_items_hold_for():
     words = (
-        "Neighbours differ in one patient, whose data are left out of one of them (zero-out; the number of patients is"
+        "Neighbours differ in one patient, whose data are left out of one of them (zero-out; the "
+        "number of patients is"
     )
     assert Ledger([ZERO_OUT]).statement(1e-3).startswith(words)
     assert whom([ADD_REMOVE])[0] == "Neighbours differ by adding or removing one patient"
-    assert whom([ZERO_OUT, ADD_REMOVE], "replace")[0] == "Neighbours differ by one patient that replaces another"
     assert (
-        whom([SampledGaussian(0.1, 3.0, 5)])[0] == "Neighbours differ by adding or removing one example" == whom([])[0]
+        whom([ZERO_OUT, ADD_REMOVE], "replace")[0]
+        == "Neighbours differ by one patient that replaces another"
+    )
+    assert (
+        whom([SampledGaussian(0.1, 3.0, 5)])[0]
+        == "Neighbours differ by adding or removing one example"
+        == whom([])[0]
     )
     mixed = Ledger([ADD_REMOVE, ZERO_OUT])
     assert mixed.neighbours == "zero-out" and mixed.statement(1e-3).startswith(words)
@@ -250,10 +307,15 @@ def test_a_statement_says_the_relation_that_all_items_hold_for():
 
 
 def test_a_statement_names_each_unit_where_items_have_different_ones():
-    ledger = Ledger([ZERO_OUT]).add(LedgerEntry(Gaussian(9.0), label="means", relation="zero-out", unit="row"))
+    ledger = Ledger([ZERO_OUT]).add(
+        LedgerEntry(Gaussian(9.0), label="means", relation="zero-out", unit="row")
+    )
     said = ledger.statement(1e-3)
     assert "one unit" in said and "a unit is one patient or one row, as each item says" in said
-    assert "(one patient); Gaussian noise of scale 9 (means, one row)." in said and ledger.units == ("patient", "row")
+    assert (
+        "(one patient); Gaussian noise of scale 9 (means, one row)." in said
+        and ledger.units == ("patient", "row")
+    )
     assert Ledger.from_json(ledger.to_json()) == ledger
 
 
@@ -272,18 +334,26 @@ def test_relation_and_unit_are_those_of_the_plan_in_accounts_filters_and_the_bes
 
 @pytest.mark.parametrize("distribution, shape", [("poisson", np.inf), ("geometric", 1)])
 @pytest.mark.parametrize("mean", [1.0, 12.0])
-def test_the_best_of_many_runs_costs_what_dp_accounting_says(distribution, shape, mean, monkeypatch):
+def test_the_best_of_many_runs_costs_what_dp_accounting_says(
+    distribution, shape, mean, monkeypatch
+):
     monkeypatch.setattr(selection, "_ORDERS", DEFAULT_ORDERS)
     event = dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(3.0), 2)
-    accountant = RdpAccountant(list(DEFAULT_ORDERS)).compose(dp_event.RepeatAndSelectDpEvent(event, mean, shape))
+    accountant = RdpAccountant(list(DEFAULT_ORDERS)).compose(
+        dp_event.RepeatAndSelectDpEvent(event, mean, shape)
+    )
     found = select_best(Gaussian(3.0, 2), mean=mean, distribution=distribution).epsilon(1e-5)
     # Theirs bounds the delta of one run by Renyi divergences, ours knows it.
     assert found <= accountant.get_epsilon(1e-5) * (1 + 1e-6)
-    assert found >= 0.75 * accountant.get_epsilon(1e-5) and found >= Ledger([Gaussian(3.0, 2)]).epsilon(1e-5)
+    assert found >= 0.75 * accountant.get_epsilon(1e-5) and found >= Ledger(
+        [Gaussian(3.0, 2)]
+    ).epsilon(1e-5)
 
 
 def test_selection_of_pure_mechanisms_is_three_times_one():
-    found = select_best(Ledger([Guarantee(0.1, 0.0), Laplace(10.0)]), mean=100, distribution="geometric")
+    found = select_best(
+        Ledger([Guarantee(0.1, 0.0), Laplace(10.0)]), mean=100, distribution="geometric"
+    )
     assert found.epsilon(1e-9) == pytest.approx(0.6, rel=1e-3)
 
 
@@ -300,7 +370,12 @@ def test_selection_of_pure_mechanisms_is_three_times_one():
         (lambda: Ledger(["a run"]), "item"),
         (lambda: LedgerEntry(Gaussian(1.0), relation="replace"), "relation"),
         (lambda: LedgerEntry(Gaussian(1.0), unit=""), "unit"),
-        (lambda: Ledger.from_json('{"ledger": [{"kind": "Laplace", "scale": 1, "relation": "swap"}]}'), "relation"),
+        (
+            lambda: Ledger.from_json(
+                '{"ledger": [{"kind": "Laplace", "scale": 1, "relation": "swap"}]}'
+            ),
+            "relation",
+        ),
         (lambda: Ledger().add(Gaussian(1.0), label=3), "label"),
         (lambda: TWO.epsilon(0.0), "delta"),
         (lambda: TWO.delta(-1.0), "epsilon"),
@@ -309,7 +384,10 @@ def test_selection_of_pure_mechanisms_is_three_times_one():
         (lambda: Ledger.from_opacus([1, 2]), "history"),
         (lambda: Ledger.from_json("{"), "source"),
         (lambda: Ledger.from_json('{"ledger": [{"kind": "Gauss"}]}'), "kind"),
-        (lambda: Ledger.from_json('{"ledger": [{"kind": "Gaussian", "sigma": 1}]}'), "noise_multiplier"),
+        (
+            lambda: Ledger.from_json('{"ledger": [{"kind": "Gaussian", "sigma": 1}]}'),
+            "noise_multiplier",
+        ),
         (lambda: Ledger([Guarantee(1.0, 0.0)]).to_dp_event(), "Guarantee"),
         (lambda: select_best(Gaussian(1.0), mean=0.5, distribution="geometric"), "mean"),
         (lambda: select_best(Gaussian(1.0), mean=2, distribution="uniform"), "distribution"),

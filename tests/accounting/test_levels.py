@@ -14,13 +14,19 @@ from dpcompanion.accounting.levels import Levels
 
 
 def hockey_stick(rate, c, epsilon):
-    """E over N(0, 1) of (density ratio - exp(epsilon))+, the example removed: from the place where the two meet."""
+    """E over N(0, 1) of (density ratio - exp(epsilon))+, the example removed: from the place where
+    the two meet.
+    """
     inside = 1 + math.expm1(epsilon) / rate
     if inside <= 0:  # the ratio is always above
         return -math.expm1(epsilon)
     place = math.log(inside) / c + c / 2
     gaussian = stats.norm
-    return (1 - rate) * gaussian.sf(place) + rate * gaussian.sf(place - c) - math.exp(epsilon) * gaussian.sf(place)
+    return (
+        (1 - rate) * gaussian.sf(place)
+        + rate * gaussian.sf(place - c)
+        - math.exp(epsilon) * gaussian.sf(place)
+    )
 
 
 def test_the_divergence_that_the_tests_use_is_the_integral():
@@ -30,12 +36,22 @@ def test_the_divergence_that_the_tests_use_is_the_integral():
             ratio = 1 - rate + rate * math.exp(c * t - c**2 / 2)
             return stats.norm.pdf(t) * max(ratio - math.exp(epsilon), 0)
 
-        assert hockey_stick(rate, c, epsilon) == pytest.approx(integrate.quad(excess, -12, 14, limit=400)[0], abs=1e-8)
+        assert hockey_stick(rate, c, epsilon) == pytest.approx(
+            integrate.quad(excess, -12, 14, limit=400)[0], abs=1e-8
+        )
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.floats(0.001, 1.0), st.floats(0.05, 3.0), st.floats(1.001, 2.0), st.floats(0.0, 1.0), st.floats(-3.0, 6.0))
-def test_a_mixture_of_two_nodes_is_no_less_revealing_than_what_lies_between_them(rate, low, factor, where, epsilon):
+@given(
+    st.floats(0.001, 1.0),
+    st.floats(0.05, 3.0),
+    st.floats(1.001, 2.0),
+    st.floats(0.0, 1.0),
+    st.floats(-3.0, 6.0),
+)
+def test_a_mixture_of_two_nodes_is_no_less_revealing_than_what_lies_between_them(
+    rate, low, factor, where, epsilon
+):
     high = low * factor
     c = low + where * (high - low)
     levels = Levels.between([low, c, high], most=2)
@@ -66,7 +82,9 @@ def test_where_the_noise_is_small_no_weight_comes_out_too_small(largest, most):
                 exact = (tails[1] - tails[0]) / (tails[1] - tails[2])
                 assert exact * (1 - mpmath.mpf(10) ** -11) <= float(share)
                 # Far out the upper node stands for all.
-                assert float(share) <= min(exact * (1 + 1e-8), 1) or float(share) == 1 and level > 72
+                assert (
+                    float(share) <= min(exact * (1 + 1e-8), 1) or float(share) == 1 and level > 72
+                )
 
 
 def test_means_of_logarithms_are_those_of_the_mixtures_infinities_included():
@@ -81,7 +99,9 @@ def test_means_of_logarithms_are_those_of_the_mixtures_infinities_included():
 
 @pytest.mark.parametrize("rate, noise, steps", [(0.01, 1.0, 20), (0.1, 0.5, 1), (0.3, 4.0, 50)])
 @pytest.mark.slow
-def test_many_levels_are_bounds_close_to_those_with_each_discretised(rate, noise, steps, monkeypatch):
+def test_many_levels_are_bounds_close_to_those_with_each_discretised(
+    rate, noise, steps, monkeypatch
+):
     shares = torch.linspace(0.02, 1, 150, dtype=torch.float64)
     counts = steps * (torch.rand(6, 150, generator=torch.Generator().manual_seed(0)) < 0.3).long()
     given = dict(sample_rate=rate, noise_multipliers=noise / shares, delta=1e-5)

@@ -1,4 +1,6 @@
-"""A ledger's epsilon for each person, and where one example replaces another, against other ways to compute them."""
+"""A ledger's epsilon for each person, and where one example replaces another, against other ways to
+compute them.
+"""
 
 import math
 
@@ -57,9 +59,14 @@ def test_opposite_gradients_of_full_length_are_the_worst_pair_of_gradients():
 
     def density(gradient):
         with_, without = (
-            torch.exp(-((x - at) ** 2).sum(-1) / (2 * noise**2)) for at in (gradient, torch.zeros(2).double())
+            torch.exp(-((x - at) ** 2).sum(-1) / (2 * noise**2))
+            for at in (gradient, torch.zeros(2).double())
         )
-        return (rate * with_ + (1 - rate) * without) / (2 * math.pi * noise**2) * float(axis[1] - axis[0]) ** 2
+        return (
+            (rate * with_ + (1 - rate) * without)
+            / (2 * math.pi * noise**2)
+            * float(axis[1] - axis[0]) ** 2
+        )
 
     ledger = Ledger([SampledGaussian(rate, noise, 1)], relation="replace")
     pairs = torch.randn(6, 2, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -68,12 +75,16 @@ def test_opposite_gradients_of_full_length_are_the_worst_pair_of_gradients():
     densities = [(density(one), density(other)) for one, other in torch.cat((pairs, opposite))]
     for epsilon in (0.0, 0.3, 1.0):
         most = ledger.delta(epsilon)
-        deltas = [float((one - math.exp(epsilon) * other).clamp(min=0).sum()) for one, other in densities]
+        deltas = [
+            float((one - math.exp(epsilon) * other).clamp(min=0).sum()) for one, other in densities
+        ]
         assert max(deltas) <= most * (1 + 1e-4) and deltas[-1] == pytest.approx(most, rel=1e-3)
 
 
 def distances(rate, noise, own, other, cells=40_000):
-    """Losses of P against Q and masses of P, on cells of x: q N(own, noise^2) on the one side, q N(-other, ...)."""
+    """Losses of P against Q and masses of P, on cells of x: q N(own, noise^2) on the one side, q
+    N(-other, ...).
+    """
     x = torch.linspace(-7.5 * noise - other, 7.5 * noise + own, cells, dtype=torch.float64)
 
     def density(at):
@@ -86,30 +97,48 @@ def distances(rate, noise, own, other, cells=40_000):
 
 
 def deltas(losses, masses, steps, epsilons, interval):
-    """Bounds on delta from below and above: losses rounded down and up to a grid, and their sums."""
+    """Bounds on delta from below and above: losses rounded down and up to a grid, and their
+    sums.
+    """
     found = []
     for rounded in (torch.floor(losses / interval), torch.ceil(losses / interval)):
         first = int(rounded.min())
         one = torch.zeros(int(rounded.max()) - first + 1, dtype=torch.float64)
         one.index_add_(0, (rounded - first).long(), masses)
         size = (len(one) - 1) * steps + 1
-        power = torch.fft.irfft(torch.fft.rfft(one, n=size + 1) ** steps, n=size + 1)[:size].clamp(min=0)
+        power = torch.fft.irfft(torch.fft.rfft(one, n=size + 1) ** steps, n=size + 1)[:size].clamp(
+            min=0
+        )
         total = (first * steps + torch.arange(size)) * interval
-        found.append([float((power * -torch.expm1((epsilon - total).clamp(max=0))).sum()) for epsilon in epsilons])
+        found.append(
+            [
+                float((power * -torch.expm1((epsilon - total).clamp(max=0))).sum())
+                for epsilon in epsilons
+            ]
+        )
     return found
 
 
 @pytest.mark.parametrize(
     "rate, noise, steps, own, other",
-    [(0.2, 0.8, 1, 1.0, 0.4), (0.2, 0.8, 1, 0.9, 1.0), (0.3, 1.5, 12, 0.4, 1.0), (0.3, 1.5, 12, 1e-6, 1.0)],
+    [
+        (0.2, 0.8, 1, 1.0, 0.4),
+        (0.2, 0.8, 1, 0.9, 1.0),
+        (0.3, 1.5, 12, 0.4, 1.0),
+        (0.3, 1.5, 12, 1e-6, 1.0),
+    ],
 )
 def test_replacing_examples_of_two_norms_costs_what_the_pair_costs(rate, noise, steps, own, other):
     kinds = [people._Replaced(rate, noise / own, noise / other)]
     # As few as people are, they are on grids: nothing else takes two norms.
     found = float(people._on_grids(kinds, torch.tensor([[steps]]), 1e-4)[0])
     around = (found * 0.997, found)
-    ways = [deltas(*distances(rate, noise, *pair), steps, around, 1e-4) for pair in ((own, other), (other, own))]
-    assert max(below[1] for below, _ in ways) <= 1e-4  # at epsilon delta is met in both directions, and not far below
+    ways = [
+        deltas(*distances(rate, noise, *pair), steps, around, 1e-4)
+        for pair in ((own, other), (other, own))
+    ]
+    # at epsilon delta is met in both directions, and not far below
+    assert max(below[1] for below, _ in ways) <= 1e-4
     assert max(above[0] for _, above in ways) > 1e-4
 
 
@@ -138,11 +167,19 @@ def test_each_person_is_charged_for_replacement_by_what_was_promised_or_recorded
 
 def test_replacement_is_by_an_example_with_the_same_promise():
     rates, noise = torch.tensor([0.01, 0.02, 0.05]), 1.3
-    plan = DPSGDPlan(n=3, sample_rate=rates, steps=50, max_grad_norm=1.0, noise_multiplier=noise, delta=DELTA)
-    ledger = Ledger([plan], relation="replace").add(Guarantee(0.1, 1e-7), people=[0]).add(Laplace(20.0), people=[1])
+    plan = DPSGDPlan(
+        n=3, sample_rate=rates, steps=50, max_grad_norm=1.0, noise_multiplier=noise, delta=DELTA
+    )
+    ledger = (
+        Ledger([plan], relation="replace")
+        .add(Guarantee(0.1, 1e-7), people=[0])
+        .add(Laplace(20.0), people=[1])
+    )
     found = ledger.epsilons(DELTA)
     for person, more in enumerate(([Guarantee(0.1, 1e-7)], [Laplace(20.0)], [])):
-        alone = Ledger([SampledGaussian(float(rates[person]), noise, 50), *more], relation="replace")
+        alone = Ledger(
+            [SampledGaussian(float(rates[person]), noise, 50), *more], relation="replace"
+        )
         assert found[person] == pytest.approx(alone.epsilon(DELTA), rel=1e-6)
     oracle = theirs.from_gaussian_mechanism(
         noise,
@@ -154,7 +191,9 @@ def test_replacement_is_by_an_example_with_the_same_promise():
     filter = RenyiFilter(2, **RUN, orders=[2, 8], budgets=[0.5, 1.0])
     filtered = Ledger(relation="replace").add(filter, delta=1e-7)
     for promised, epsilon in zip(filtered.epsilons(DELTA).tolist(), filter.epsilon(1e-7).tolist()):
-        assert promised == pytest.approx(Ledger([Guarantee(epsilon, 1e-7)], relation="replace").epsilon(DELTA))
+        assert promised == pytest.approx(
+            Ledger([Guarantee(epsilon, 1e-7)], relation="replace").epsilon(DELTA)
+        )
 
 
 def test_many_levels_are_rounded_up_where_one_example_replaces_another(monkeypatch):
@@ -171,7 +210,8 @@ def test_replacement_is_never_above_removing_and_adding_and_counts_each_kind():
     both, single = Ledger(items, relation="replace"), Ledger(items)
     epsilon = both.epsilon(DELTA)
     splits = [
-        single.delta(share * epsilon) + math.exp(share * epsilon) * single.delta((1 - share) * epsilon)
+        single.delta(share * epsilon)
+        + math.exp(share * epsilon) * single.delta((1 - share) * epsilon)
         for share in (0.4, 0.5)
     ]
     assert single.epsilon(DELTA) < epsilon and both.delta(epsilon) <= min(splits)
@@ -185,16 +225,24 @@ def test_replacement_is_never_above_removing_and_adding_and_counts_each_kind():
     assert alone(Gaussian(8.0, replaced=1.0)) == Ledger([Gaussian(8.0)]).epsilon(DELTA)
     assert alone(Laplace(10.0)) == Ledger([Laplace(5.0)]).epsilon(DELTA)
     guarantee = Guarantee(0.4, (1 + math.exp(0.2)) * 1e-6)
-    assert alone(Guarantee(0.2, 1e-6)) == pytest.approx(Ledger([guarantee]).epsilon(DELTA), rel=1e-9)
+    assert alone(Guarantee(0.2, 1e-6)) == pytest.approx(
+        Ledger([guarantee]).epsilon(DELTA), rel=1e-9
+    )
     useless = Ledger([Guarantee(1.0, 0.5)], relation="replace")
-    assert (useless.epsilon(0.9), useless.delta(3.0), useless.trade_off(0.1)) == (math.inf, 1.0, 0.0)
+    assert (useless.epsilon(0.9), useless.delta(3.0), useless.trade_off(0.1)) == (
+        math.inf,
+        1.0,
+        0.0,
+    )
     little = SampledGaussian(0.5, 0.005, 10)  # no grid: at least what removing alone costs
     assert Ledger([little]).epsilon(DELTA) < alone(little) < 8 * Ledger([little]).epsilon(DELTA)
 
 
 def test_the_relation_is_in_the_statement_and_in_json_and_a_ledger_keeps_its_own_when_another_is_added():
     ledger = Ledger([Gaussian(8.0, replaced=1.5)], relation="replace")
-    assert "replaces" in ledger.statement() and Ledger.from_json(ledger.to_json()) == ledger != Ledger(ledger.items)
+    assert "replaces" in ledger.statement() and Ledger.from_json(
+        ledger.to_json()
+    ) == ledger != Ledger(ledger.items)
     assert Ledger().add(ledger) == Ledger(ledger.items)
     for wrong in (ledger.to_dp_event, lambda: select_best(ledger, mean=2)):
         with pytest.raises(ValueError, match="relation"):
@@ -215,7 +263,13 @@ def test_many_people_at_once_cost_what_each_alone_does(monkeypatch):
     monkeypatch.setattr(people, "_FEW", 0)
     kinds = [SampledGaussian(0.01, 1 / level, 1) for level in (0.1, 0.5, 1.0)]
     kinds += [SampledGaussian(0.05, 2 / level, 1) for level in (0.2, 1.0)]
-    kinds = [Laplace(5.0), Gaussian(10.0), *kinds, Guarantee(0.3, 1e-6), SampledGaussian(1.0, 30.0, 1)]
+    kinds = [
+        Laplace(5.0),
+        Gaussian(10.0),
+        *kinds,
+        Guarantee(0.3, 1e-6),
+        SampledGaussian(1.0, 30.0, 1),
+    ]
     generator = torch.Generator().manual_seed(0)
     counts = torch.randint(0, 3, (8, len(kinds)), generator=generator)
     counts[:, 2:7] *= torch.randint(1, 100, (8, 5), generator=generator)
@@ -235,7 +289,9 @@ def test_many_people_at_once_cost_what_each_alone_does(monkeypatch):
 def test_levels_beyond_number_are_mixtures_and_stay_bounds(monkeypatch):
     norms = torch.linspace(0.01, 0.5, 30)
     ledger = (
-        Ledger().add(account(norms, rounding=None)).add(account(norms.flip(0), rounding=None, noise_multiplier=3.0))
+        Ledger()
+        .add(account(norms, rounding=None))
+        .add(account(norms.flip(0), rounding=None, noise_multiplier=3.0))
     )
     exact = ledger.epsilons(DELTA)
     monkeypatch.setattr(people, "MOST_LEVELS", 20)
@@ -250,54 +306,88 @@ def test_an_example_that_left_after_the_first_training_is_charged_no_more():
     found, before = ledger.epsilons(DELTA), first.epsilon(DELTA)
     assert ledger.n == 3 and found[1] == pytest.approx(float(before[1]), rel=2e-3)
     for person, items in ((0, (0.5, 0.5)), (2, (0.4, 0.1))):
-        runs = [SampledGaussian(rate, 2.0 * 0.5 / norm, 100) for rate, norm in zip((0.05, 0.1), items)]
+        runs = [
+            SampledGaussian(rate, 2.0 * 0.5 / norm, 100) for rate, norm in zip((0.05, 0.1), items)
+        ]
         assert found[person] == pytest.approx(Ledger(runs).epsilon(DELTA), rel=2e-3)
     # An item for all counts for all, one with people for these.
     more = ledger.add(Gaussian(5.0), people=[1]).epsilons(DELTA)
     assert more[1] > found[1] and more[0] == found[0]
     whole = Ledger().add(ledger, people=[4, 3, 2]).add(Laplace(50.0), people=[0])
-    assert whole.n == 5 and whole.epsilons(DELTA)[[4, 3, 2]].tolist() == pytest.approx(found.tolist(), rel=1e-9)
+    assert whole.n == 5 and whole.epsilons(DELTA)[[4, 3, 2]].tolist() == pytest.approx(
+        found.tolist(), rel=1e-9
+    )
     assert Ledger.from_json(whole.to_json()) == whole
     assert torch.equal(Ledger.from_json(whole.to_json()).epsilons(DELTA), whole.epsilons(DELTA))
     assert "first" in whole.statement() and "output-specific" in whole.statement()
 
 
 def test_filters_promise_each_person_their_own_at_the_delta_that_was_named():
-    plan = DPSGDPlan(n=3, sample_rate=0.05, steps=40, max_grad_norm=0.5, noise_multiplier=2.0, delta=1e-6)
+    plan = DPSGDPlan(
+        n=3, sample_rate=0.05, steps=40, max_grad_norm=0.5, noise_multiplier=2.0, delta=1e-6
+    )
     renyi = RenyiFilter.for_plan(plan, [1.0, 2.0, 1.0])
     exact = ExactFilter(3, **RUN, levels=[0.5, 1.0], costs=[1, 4], budget=[8, 40, 8], steps=40)
     for filter in (renyi, exact):
         ledger = Ledger().add(filter, delta=1e-6).add(Gaussian(20.0))
         promised = filter.epsilon(1e-6).tolist()
-        alone = [Ledger([Guarantee(epsilon, 1e-6), Gaussian(20.0)]).epsilon(DELTA) for epsilon in promised]
+        alone = [
+            Ledger([Guarantee(epsilon, 1e-6), Gaussian(20.0)]).epsilon(DELTA)
+            for epsilon in promised
+        ]
         assert ledger.epsilons(DELTA).tolist() == pytest.approx(alone, rel=1e-6)
-        assert ledger.epsilon(DELTA) == pytest.approx(max(alone), rel=1e-6) and ledger.epsilon(1e-7) == math.inf
+        assert (
+            ledger.epsilon(DELTA) == pytest.approx(max(alone), rel=1e-6)
+            and ledger.epsilon(1e-7) == math.inf
+        )
         assert "promise" in ledger.statement() and "output-specific" not in ledger.statement()
         assert Ledger.from_json(ledger.to_json()) == ledger
 
 
 def test_a_plan_of_different_rates_and_norms_promises_each_its_own():
     norms = torch.tensor([0.5, 1.5, 1.0], dtype=torch.float64)
-    plan = DPSGDPlan(n=3, sample_rate=[0.1, 0.2, 0.1], steps=50, max_grad_norm=norms, noise_multiplier=3.0, delta=DELTA)
+    plan = DPSGDPlan(
+        n=3,
+        sample_rate=[0.1, 0.2, 0.1],
+        steps=50,
+        max_grad_norm=norms,
+        noise_multiplier=3.0,
+        delta=DELTA,
+    )
     ledger = Ledger([plan])
     torch.testing.assert_close(ledger.epsilons(DELTA), plan.epsilon(), rtol=1e-3, atol=0)
-    assert ledger.items == (SampledGaussian(0.2, 2.0, 50),) and ledger.epsilon(DELTA) >= float(plan.epsilon().max())
-    floats = DPSGDPlan.for_epsilon(
-        2.0, n=100, sample_rate=0.1, steps=20, max_grad_norm=1.0, delta=1e-6, arithmetic="float", parameters=10
+    assert ledger.items == (SampledGaussian(0.2, 2.0, 50),) and ledger.epsilon(DELTA) >= float(
+        plan.epsilon().max()
     )
-    assert Ledger().add(floats, delta=1e-6).epsilon(DELTA) == pytest.approx(floats.epsilon(1e-6), rel=1e-4)
+    floats = DPSGDPlan.for_epsilon(
+        2.0,
+        n=100,
+        sample_rate=0.1,
+        steps=20,
+        max_grad_norm=1.0,
+        delta=1e-6,
+        arithmetic="float",
+        parameters=10,
+    )
+    assert Ledger().add(floats, delta=1e-6).epsilon(DELTA) == pytest.approx(
+        floats.epsilon(1e-6), rel=1e-4
+    )
     with pytest.raises(ValueError, match="float"):
         Ledger().add(floats)
 
 
 def test_histories_of_two_trainings_and_a_release_make_one_statement():
     data = torch.randn(40, 2, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 2
-    plan = DPSGDPlan(n=40, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-3)
+    plan = DPSGDPlan(
+        n=40, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-3
+    )
 
     def trained(**options):
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return train(model, cross_entropy, data, plan, optimizer=optimizer, seed=0, progress=False, **options)
+        return train(
+            model, cross_entropy, data, plan, optimizer=optimizer, seed=0, progress=False, **options
+        )
 
     stop = Callbacks(on_step=lambda run: run.stop() if run.step == 10 else None)
     first = trained(track=Track(clipping="individual"))
@@ -307,22 +397,30 @@ def test_histories_of_two_trainings_and_a_release_make_one_statement():
     torch.testing.assert_close(Ledger([first]).epsilons(1e-3), first.epsilons(), rtol=3e-3, atol=0)
     # What ended the run may have looked at the model: its promise is that of all planned steps.
     assert Ledger([stopped]).epsilon(1e-3) == Ledger([plan]).epsilon(1e-3)
-    assert float(Ledger([stopped]).epsilons(1e-3).max()) < 0.8 * float(Ledger([first]).epsilons(1e-3).max())
+    assert float(Ledger([stopped]).epsilons(1e-3).max()) < 0.8 * float(
+        Ledger([first]).epsilons(1e-3).max()
+    )
     promised = Ledger().add(kept, delta=1e-4)
     assert promised.items[0] == Guarantee(float(budgets.epsilon(1e-4).max()), 1e-4)
-    assert bool((promised.epsilons(1e-3) <= promised.epsilons(1e-3, accounts=False) * (1 + 1e-9)).all())
+    assert bool(
+        (promised.epsilons(1e-3) <= promised.epsilons(1e-3, accounts=False) * (1 + 1e-9)).all()
+    )
     assert Ledger().add(kept).items == Ledger([plan]).items
     mean = release.ledger_item(0.1, 1e-4)
     ledger = Ledger([first]).add(kept, delta=1e-4).add(mean, label="mean")
     assert bool((ledger.epsilons(1e-3) <= ledger.epsilon(1e-3)).all()) and ledger.n == 40
     assert Ledger.from_json(ledger.to_json()) == ledger
-    unrounded = Ledger([trained(track=Track(clipping="individual", rounding=None, accountant="rdp"))])
+    unrounded = Ledger(
+        [trained(track=Track(clipping="individual", rounding=None, accountant="rdp"))]
+    )
     assert unrounded == Ledger([plan])  # whose account keeps no norms
     with pytest.raises(ValueError, match="exact"):
         Ledger().add(trained(track=Track()).tracker)
 
 
-@pytest.mark.parametrize("bins, relation", [(None, "add-remove"), (64, "add-remove"), (64, "replace")])
+@pytest.mark.parametrize(
+    "bins, relation", [(None, "add-remove"), (64, "add-remove"), (64, "replace")]
+)
 def test_a_release_costs_its_epsilon(bins, relation):
     item = release.ledger_item(0.5, 1e-6, bins=bins, relation=relation)
     assert Ledger([item], relation=relation).epsilon(1e-6) == pytest.approx(0.5, rel=1e-4)
@@ -354,7 +452,10 @@ ONE = SampledGaussian(0.1, 1.0, 1)
         (lambda: Ledger().add(Ledger(), delta=1e-6), "delta"),
         (lambda: Ledger().add(account([0.1]), delta=1e-6), "delta"),
         (lambda: Ledger().add(RenyiFilter(2, **RUN, orders=[2], budgets=1.0)), "delta"),
-        (lambda: Ledger().add(account([0.1], accountant="rdp", rounding=None, sample_rate=1.0)), "rounding"),
+        (
+            lambda: Ledger().add(account([0.1], accountant="rdp", rounding=None, sample_rate=1.0)),
+            "rounding",
+        ),
         (lambda: Ledger().add(account([0.1, 0.2], steps=torch.tensor([3, 4]))), "unequal_steps"),
         (lambda: PersonalCosts((SampledGaussian(0.1, 1.0, 5),), torch.ones(1, 1).long()), "kinds"),
         (lambda: PersonalCosts((ONE, ONE), torch.ones(1, 2).long()), "kinds"),
@@ -362,7 +463,9 @@ ONE = SampledGaussian(0.1, 1.0, 1)
         (lambda: PersonalCosts((ONE,), -torch.ones(1, 1).long()), "counts"),
         (lambda: LedgerEntry("a run"), "item"),
         (
-            lambda: Ledger.from_json('{"ledger": [{"kind": "Gaussian", "noise_multiplier": 1, "account": {}}]}'),
+            lambda: Ledger.from_json(
+                '{"ledger": [{"kind": "Gaussian", "noise_multiplier": 1, "account": {}}]}'
+            ),
             "counts",
         ),
         (lambda: release.ledger_item(0.0, 1e-6), "epsilon"),

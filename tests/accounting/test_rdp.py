@@ -16,11 +16,17 @@ from ..refusals import refuses
 
 
 def one(sample_rate, noise_multiplier, order):
-    return float(rdp_sampled_gaussian(sample_rate=sample_rate, noise_multiplier=noise_multiplier, orders=order))
+    return float(
+        rdp_sampled_gaussian(
+            sample_rate=sample_rate, noise_multiplier=noise_multiplier, orders=order
+        )
+    )
 
 
 def integral(q, sigma, order):
-    """The divergence by quadrature of E[r^a - 1 - a (r - 1)] between all places where the integrand may peak."""
+    """The divergence by quadrature of E[r^a - 1 - a (r - 1)] between all places where the integrand
+    may peak.
+    """
     with mp.workdps(60 if sigma > 1e3 else 30):
         q, s, a = map(mp.mpf, (q, sigma, order))
 
@@ -29,7 +35,9 @@ def integral(q, sigma, order):
             return (r**a - 1 - a * (r - 1)) * mp.npdf(t)
 
         crossing = 1 / (2 * s) + s * mp.log((1 - q) / q)
-        ends = {p + d for p in (0, crossing, 2 / s, a / s) for d in (-12, -8, -4, -2, 0, 2, 4, 8, 12)}
+        ends = {
+            p + d for p in (0, crossing, 2 / s, a / s) for d in (-12, -8, -4, -2, 0, 2, 4, 8, 12)
+        }
         ends |= {crossing + d * s for d in (-8, -4, -2, 0, 2, 4, 8)}
         ends = sorted(x for x in ends if x > -13)
         return mp.log1p(mp.quad(integrand, ends, method="gauss-legendre", maxdegree=5)) / (a - 1)
@@ -40,7 +48,10 @@ def binomial_sum(q, sigma, order):
     with mp.workdps(60):
         q, s = mp.mpf(q), mp.mpf(sigma)
         terms = (
-            mp.binomial(order, k) * (1 - q) ** (order - k) * q**k * mp.exp((k * k - k) / (2 * s * s))
+            mp.binomial(order, k)
+            * (1 - q) ** (order - k)
+            * q**k
+            * mp.exp((k * k - k) / (2 * s * s))
             for k in range(order + 1)
         )
         return mp.log(mp.fsum(terms)) / (order - 1)
@@ -71,7 +82,9 @@ def binomial_sum(q, sigma, order):
         (1 - 1e-12, 1.0, 1023.5),
     ],
 )
-def test_fractional_orders_agree_with_an_integral_in_high_precision(sample_rate, noise_multiplier, order):
+def test_fractional_orders_agree_with_an_integral_in_high_precision(
+    sample_rate, noise_multiplier, order
+):
     assert one(sample_rate, noise_multiplier, order) == pytest.approx(
         float(integral(sample_rate, noise_multiplier, order)), rel=1e-9
     )
@@ -79,19 +92,26 @@ def test_fractional_orders_agree_with_an_integral_in_high_precision(sample_rate,
 
 @pytest.mark.parametrize("sample_rate", [1e-7, 1e-3, 0.3, 0.999])
 @pytest.mark.parametrize("noise_multiplier", [0.1, 1.0, 30.0, 1e6])
-def test_integer_orders_agree_with_the_binomial_sum_in_high_precision(sample_rate, noise_multiplier):
+def test_integer_orders_agree_with_the_binomial_sum_in_high_precision(
+    sample_rate, noise_multiplier
+):
     orders = [2, 3, 17, 256, 1024]
     exact = [float(binomial_sum(sample_rate, noise_multiplier, order)) for order in orders]
-    found = rdp_sampled_gaussian(sample_rate=sample_rate, noise_multiplier=noise_multiplier, orders=orders)
+    found = rdp_sampled_gaussian(
+        sample_rate=sample_rate, noise_multiplier=noise_multiplier, orders=orders
+    )
     assert found.tolist() == pytest.approx(exact, rel=1e-9)
 
 
 @given(rate=st.floats(-7, 0), noise=st.floats(-1, 6), order=st.integers(2, 60))
 @settings(max_examples=60, deadline=None)
 def test_sum_and_integral_meet_between_neighbouring_orders(rate, noise, order):
-    # The sum serves integers, the integral all else: a hair beside an integer both must say the same.
+    # The sum serves integers, the integral all else: a hair beside an integer both must say the
+    # same.
     rate, noise = 10**rate, 10**noise
-    assert one(rate, noise, order * (1 + 1e-13)) == pytest.approx(one(rate, noise, order), rel=1e-10)
+    assert one(rate, noise, order * (1 + 1e-13)) == pytest.approx(
+        one(rate, noise, order), rel=1e-10
+    )
 
 
 def test_orders_beyond_1024_agree_with_the_sum():
@@ -111,25 +131,38 @@ def test_no_noise_costs_infinity_at_every_rate_and_order():
 
 
 @pytest.mark.parametrize(
-    "sample_rate, noise_multiplier", [(1e-4, 0.6), (0.01, 1.0), (512 / 60000, 3.42529), (0.2, 5.0), (1.0, 2.0)]
+    "sample_rate, noise_multiplier",
+    [(1e-4, 0.6), (0.01, 1.0), (512 / 60000, 3.42529), (0.2, 5.0), (1.0, 2.0)],
 )
-def test_dp_accounting_says_the_same_at_integer_orders_and_never_less_between_them(sample_rate, noise_multiplier):
+def test_dp_accounting_says_the_same_at_integer_orders_and_never_less_between_them(
+    sample_rate, noise_multiplier
+):
     accountant = RdpAccountant()
     accountant.compose(PoissonSampledDpEvent(sample_rate, GaussianDpEvent(noise_multiplier)))
-    orders, theirs = torch.tensor(accountant.orders, dtype=torch.float64), torch.tensor(accountant.rdp)
-    found = rdp_sampled_gaussian(sample_rate=sample_rate, noise_multiplier=noise_multiplier, orders=orders)
+    orders, theirs = (
+        torch.tensor(accountant.orders, dtype=torch.float64),
+        torch.tensor(accountant.rdp),
+    )
+    found = rdp_sampled_gaussian(
+        sample_rate=sample_rate, noise_multiplier=noise_multiplier, orders=orders
+    )
     whole = orders == orders.round()
     torch.testing.assert_close(found[whole], theirs[whole], rtol=1e-7, atol=1e-13)
-    # Its series for fractional orders stops early, on the safe side: by a factor of six at order 1.1 with (0.2, 5).
+    # Its series for fractional orders stops early, on the safe side: by a factor of six at order
+    # 1.1 with (0.2, 5).
     assert (found <= theirs * (1 + 1e-7) + 1e-13).all()
 
 
-@pytest.mark.parametrize("sample_rate, noise_multiplier", [(0.01, 1.0), (512 / 60000, 3.42529), (0.2, 5.0), (1.0, 2.0)])
+@pytest.mark.parametrize(
+    "sample_rate, noise_multiplier", [(0.01, 1.0), (512 / 60000, 3.42529), (0.2, 5.0), (1.0, 2.0)]
+)
 def test_opacus_says_the_same_at_its_own_orders(sample_rate, noise_multiplier):
     orders = OpacusAccountant.DEFAULT_ALPHAS
     assert set(orders) <= set(DEFAULT_ORDERS) and max(DEFAULT_ORDERS) == 1024
     theirs = compute_rdp(q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=orders)
-    found = rdp_sampled_gaussian(sample_rate=sample_rate, noise_multiplier=noise_multiplier, orders=orders)
+    found = rdp_sampled_gaussian(
+        sample_rate=sample_rate, noise_multiplier=noise_multiplier, orders=orders
+    )
     # Opacus subtracts numbers near 1, so that its small divergences have fewer digits.
     assert found.tolist() == pytest.approx(theirs.tolist(), rel=1e-7, abs=1e-12)
 
@@ -137,8 +170,13 @@ def test_opacus_says_the_same_at_its_own_orders(sample_rate, noise_multiplier):
 @given(rate=st.floats(-7, 0), noise=st.floats(-1, 6), factor=st.floats(1.001, 10))
 @settings(max_examples=60, deadline=None)
 def test_more_noise_less_sampling_and_smaller_orders_never_cost_more(rate, noise, factor):
-    rates, noises = torch.tensor([10**rate / factor, 10**rate]), torch.tensor([10**noise * factor, 10**noise])
-    cost = rdp_sampled_gaussian(sample_rate=rates[:, None].double(), noise_multiplier=noises.double())
+    rates, noises = (
+        torch.tensor([10**rate / factor, 10**rate]),
+        torch.tensor([10**noise * factor, 10**noise]),
+    )
+    cost = rdp_sampled_gaussian(
+        sample_rate=rates[:, None].double(), noise_multiplier=noises.double()
+    )
     assert cost.isfinite().all() and (cost > 0).all()
     slack = 1 + 1e-11
     assert (cost[0] <= slack * cost[1]).all() and (cost[:, 0] <= slack * cost[:, 1]).all()
@@ -174,11 +212,19 @@ def test_numbers_sequences_arrays_and_tensors_are_alike():
         sample_rate=0.01, noise_multiplier=torch.tensor([1.0, 2.0]), orders=torch.tensor([2.0, 3.5])
     )
     for wrap in (list, tuple, lambda x: torch.tensor(list(x), dtype=torch.float64).numpy()):
-        found = rdp_sampled_gaussian(sample_rate=0.01, noise_multiplier=wrap([1.0, 2.0]), orders=wrap([2.0, 3.5]))
+        found = rdp_sampled_gaussian(
+            sample_rate=0.01, noise_multiplier=wrap([1.0, 2.0]), orders=wrap([2.0, 3.5])
+        )
         assert torch.equal(found, expected)
-    assert rdp_sampled_gaussian(sample_rate=0.01, noise_multiplier=torch.tensor(1.0), orders=2).shape == ()
+    assert (
+        rdp_sampled_gaussian(sample_rate=0.01, noise_multiplier=torch.tensor(1.0), orders=2).shape
+        == ()
+    )
     assert rdp_sampled_gaussian(sample_rate=0.01, noise_multiplier=1.0, orders=[2]).shape == (1,)
-    assert rdp_sampled_gaussian(sample_rate=[], noise_multiplier=1.0, orders=[2, 2.5]).shape == (0, 2)
+    assert rdp_sampled_gaussian(sample_rate=[], noise_multiplier=1.0, orders=[2, 2.5]).shape == (
+        0,
+        2,
+    )
 
 
 def test_results_do_not_depend_on_how_many_are_computed_together():
@@ -192,7 +238,11 @@ def test_results_do_not_depend_on_how_many_are_computed_together():
 def test_results_stay_on_the_device_and_leave_the_input_alone():
     noise = torch.tensor([1.0, 2.0], dtype=torch.float32)
     found = rdp_sampled_gaussian(sample_rate=0.1, noise_multiplier=noise)
-    assert found.device == noise.device and found.dtype == torch.float64 and noise.tolist() == [1.0, 2.0]
+    assert (
+        found.device == noise.device
+        and found.dtype == torch.float64
+        and noise.tolist() == [1.0, 2.0]
+    )
 
 
 def test_bad_arguments_are_refused_by_name():

@@ -20,26 +20,40 @@ from dpcompanion.accounting import (
 
 from ..refusals import refuses
 
-log_uniform = dict(rate=st.floats(-7, 0), noise=st.floats(-1, 6), log_delta=st.floats(-15, math.log10(0.5)))
+log_uniform = dict(
+    rate=st.floats(-7, 0), noise=st.floats(-1, 6), log_delta=st.floats(-15, math.log10(0.5))
+)
 
 
 def run_of(rate, noise, log_steps):
-    return dict(sample_rate=min(10**rate, 1.0), noise_multiplier=10**noise, steps=round(10**log_steps))
+    return dict(
+        sample_rate=min(10**rate, 1.0), noise_multiplier=10**noise, steps=round(10**log_steps)
+    )
 
 
 def check_order(epsilon_pld, epsilon_rdp):
     assert 0 <= epsilon_pld < math.inf and 0 <= epsilon_rdp < math.inf
-    assert epsilon_pld <= epsilon_rdp * (1 + 1e-4)  # whose grid is that fine where epsilon is in the millions
+    # whose grid is that fine where epsilon is in the millions
+    assert epsilon_pld <= epsilon_rdp * (1 + 1e-4)
 
 
 def check_monotone(run, delta, argument, factor, accountant):
-    """More noise or delta, or fewer steps or a lower rate, never raises epsilon, up to the error of the grid."""
-    cheaper, epsilon = dict(run, delta=delta), compute_epsilon(**run, delta=delta, accountant=accountant)
+    """More noise or delta, or fewer steps or a lower rate, never raises epsilon, up to the error of
+    the grid.
+    """
+    cheaper, epsilon = (
+        dict(run, delta=delta),
+        compute_epsilon(**run, delta=delta, accountant=accountant),
+    )
     if argument in ("noise_multiplier", "delta"):
-        cheaper[argument] = min(cheaper[argument] * factor, 0.5 if argument == "delta" else math.inf)
+        cheaper[argument] = min(
+            cheaper[argument] * factor, 0.5 if argument == "delta" else math.inf
+        )
     else:
         cheaper[argument] = (
-            cheaper[argument] / factor if argument == "sample_rate" else max(1, int(cheaper[argument] / factor))
+            cheaper[argument] / factor
+            if argument == "sample_rate"
+            else max(1, int(cheaper[argument] / factor))
         )
     assert compute_epsilon(**cheaper, accountant=accountant) <= epsilon * (1 + 3e-4) + 1e-12
 
@@ -47,7 +61,9 @@ def check_monotone(run, delta, argument, factor, accountant):
 @pytest.mark.slow
 @given(log_steps=st.floats(0, 7), **log_uniform)
 @settings(max_examples=12, deadline=None)
-def test_over_the_whole_range_epsilon_is_finite_and_pld_is_never_above_rdp(rate, noise, log_steps, log_delta):
+def test_over_the_whole_range_epsilon_is_finite_and_pld_is_never_above_rdp(
+    rate, noise, log_steps, log_delta
+):
     run, delta = run_of(rate, noise, log_steps), 10**log_delta
     check_order(*(compute_epsilon(**run, delta=delta, accountant=a) for a in ("pld", "rdp")))
 
@@ -72,7 +88,9 @@ def test_over_the_whole_range_epsilon_is_finite_and_pld_is_never_above_rdp(rate,
         pytest.param(1.6e-8, 0.356, 808_631, 1e-5, marks=pytest.mark.slow),
     ],
 )
-def test_the_corners_of_the_range_are_finite_and_ordered(sample_rate, noise_multiplier, steps, delta):
+def test_the_corners_of_the_range_are_finite_and_ordered(
+    sample_rate, noise_multiplier, steps, delta
+):
     run = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps, delta=delta)
     check_order(*(compute_epsilon(**run, accountant=a) for a in ("pld", "rdp")))
 
@@ -86,13 +104,17 @@ ANY_ARGUMENT = dict(
 
 @given(log_steps=st.floats(0, 5), **ANY_ARGUMENT)
 @settings(max_examples=10, deadline=None)
-def test_the_pld_epsilon_is_monotone_in_every_argument(rate, noise, log_steps, log_delta, argument, factor):
+def test_the_pld_epsilon_is_monotone_in_every_argument(
+    rate, noise, log_steps, log_delta, argument, factor
+):
     check_monotone(run_of(rate, noise, log_steps), 10**log_delta, argument, factor, "pld")
 
 
 @given(log_steps=st.floats(0, 7), **ANY_ARGUMENT)
 @settings(max_examples=30, deadline=None)
-def test_the_rdp_epsilon_is_monotone_in_every_argument(rate, noise, log_steps, log_delta, argument, factor):
+def test_the_rdp_epsilon_is_monotone_in_every_argument(
+    rate, noise, log_steps, log_delta, argument, factor
+):
     check_monotone(run_of(rate, noise, log_steps), 10**log_delta, argument, factor, "rdp")
 
 
@@ -105,14 +127,23 @@ def test_the_rdp_epsilon_is_monotone_in_every_argument(rate, noise, log_steps, l
     accountant=st.sampled_from(ACCOUNTANTS),
 )
 @settings(max_examples=10, deadline=None)
-def test_delta_falls_with_epsilon_and_stays_a_probability(rate, noise, log_steps, scale, factor, accountant):
+def test_delta_falls_with_epsilon_and_stays_a_probability(
+    rate, noise, log_steps, scale, factor, accountant
+):
     run = run_of(rate, noise, log_steps)
     epsilon = scale * compute_epsilon(**run, delta=1e-5, accountant=accountant)
-    here, further = (compute_delta(**run, epsilon=e, accountant=accountant) for e in (epsilon, epsilon * factor))
+    here, further = (
+        compute_delta(**run, epsilon=e, accountant=accountant) for e in (epsilon, epsilon * factor)
+    )
     assert 0 <= further <= here * (1 + 1e-2) + 1e-300 and here <= 1
 
 
-@given(log_steps=st.floats(0, 5), rate=st.floats(-4, 0), noise=st.floats(-0.5, 2), log_delta=st.floats(-14, -2))
+@given(
+    log_steps=st.floats(0, 5),
+    rate=st.floats(-4, 0),
+    noise=st.floats(-0.5, 2),
+    log_delta=st.floats(-14, -2),
+)
 @settings(max_examples=10, deadline=None)
 def test_delta_and_epsilon_are_inverse_to_each_other(rate, noise, log_steps, log_delta):
     run, delta = run_of(rate, noise, log_steps), 10**log_delta
@@ -132,18 +163,28 @@ def test_full_batches_are_the_gaussian_mechanism(noise, log_steps, log_delta):
     epsilon, at_one = gaussian_epsilon(mu, delta), gaussian_delta(mu, 1.0)
     assert epsilon <= compute_epsilon(**run, delta=delta) <= epsilon * (1 + 1e-9) + 1e-10
     assert at_one <= compute_delta(**run, epsilon=1.0) <= at_one * (1 + 1e-8)
-    assert compute_epsilon(**run, delta=delta, accountant="rdp") >= float(gaussian_epsilon(mu, delta)) * (1 - 1e-12)
+    assert compute_epsilon(**run, delta=delta, accountant="rdp") >= float(
+        gaussian_epsilon(mu, delta)
+    ) * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("noise, steps", [(1.1, 10**12), (0.3, 10**11 + 1), (0.011, 10**12 - 1), (3.7, 7)])
+@pytest.mark.parametrize(
+    "noise, steps", [(1.1, 10**12), (0.3, 10**11 + 1), (0.011, 10**12 - 1), (3.7, 7)]
+)
 def test_full_batches_of_any_number_are_bounded_to_the_last_digit(noise, steps):
-    """At a ratio of a million delta changes a million times as much as the ratio does, relatively."""
+    """At a ratio of a million delta changes a million times as much as the ratio does,
+    relatively.
+    """
     for z in (1, 3, 6):
         with mpmath.workdps(60):
             mu = mpmath.sqrt(steps) / noise
             epsilon = float(mu * (mu / 2 + z))
-            exact = mpmath.ncdf(mu / 2 - epsilon / mu) - mpmath.exp(epsilon) * mpmath.ncdf(-mu / 2 - epsilon / mu)
-            found = compute_delta(sample_rate=1, noise_multiplier=noise, steps=steps, epsilon=epsilon)
+            exact = mpmath.ncdf(mu / 2 - epsilon / mu) - mpmath.exp(epsilon) * mpmath.ncdf(
+                -mu / 2 - epsilon / mu
+            )
+            found = compute_delta(
+                sample_rate=1, noise_multiplier=noise, steps=steps, epsilon=epsilon
+            )
             assert exact <= found <= exact * (1 + mpmath.mpf(1e-14) * mu * z + 2e-11)
 
 
@@ -155,19 +196,31 @@ def test_almost_full_batches_approach_the_gaussian_mechanism():
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 def test_epsilon_vanishes_as_the_noise_grows(accountant):
-    # No floor: with orders up to 1024 alone, RDP would never fall below ln(1 / (1024 delta)) / 1023.
+    # No floor: with orders up to 1024 alone, RDP would never fall below ln(1 / (1024 delta)) /
+    # 1023.
     epsilons = [
-        compute_epsilon(sample_rate=0.01, noise_multiplier=s, steps=1000, delta=1e-9, accountant=accountant)
+        compute_epsilon(
+            sample_rate=0.01, noise_multiplier=s, steps=1000, delta=1e-9, accountant=accountant
+        )
         for s in (1e2, 1e3, 1e4, 1e5, 1e6)
     ]
     assert all(b <= a / 5 for a, b in zip(epsilons, epsilons[1:])) and epsilons[-1] < 2e-6
-    assert compute_epsilon(sample_rate=0.01, noise_multiplier=1e6, steps=1000, delta=1e-5, accountant=accountant) == 0
+    assert (
+        compute_epsilon(
+            sample_rate=0.01, noise_multiplier=1e6, steps=1000, delta=1e-5, accountant=accountant
+        )
+        == 0
+    )
 
 
 def test_divergences_of_high_orders_are_near_the_loss_distribution_where_noise_is_large():
-    """By orders up to 64 alone epsilon would have a floor of ln(1 / (64 delta)) / 63, six times the answer."""
+    """By orders up to 64 alone epsilon would have a floor of ln(1 / (64 delta)) / 63, six times the
+    answer.
+    """
     run = dict(sample_rate=0.01, noise_multiplier=20.0, steps=1000, delta=1e-9)
-    exact, by_divergences = (compute_epsilon(**run, accountant=accountant) for accountant in ("pld", "rdp"))
+    exact, by_divergences = (
+        compute_epsilon(**run, accountant=accountant) for accountant in ("pld", "rdp")
+    )
     assert exact <= by_divergences <= 1.2 * exact
 
 
@@ -189,18 +242,38 @@ def test_at_epsilon_zero_one_step_costs_its_total_variation():
 def test_pld_is_the_default_and_numbers_of_numpy_and_torch_are_numbers():
     run = dict(sample_rate=0.01, noise_multiplier=1.0, steps=100, delta=1e-5)
     expected = compute_epsilon(**run)
-    assert expected == compute_epsilon(**run, accountant="pld") == pld.epsilon(**run) and type(expected) is float
-    assert compute_epsilon(**{**run, "noise_multiplier": np.float64(1), "steps": np.int64(100)}) == expected
+    assert (
+        expected == compute_epsilon(**run, accountant="pld") == pld.epsilon(**run)
+        and type(expected) is float
+    )
+    assert (
+        compute_epsilon(**{**run, "noise_multiplier": np.float64(1), "steps": np.int64(100)})
+        == expected
+    )
     assert (
         compute_epsilon(
-            **{**run, "noise_multiplier": torch.tensor(1.0), "steps": torch.tensor(100), "delta": np.float64(1e-5)}
+            **{
+                **run,
+                "noise_multiplier": torch.tensor(1.0),
+                "steps": torch.tensor(100),
+                "delta": np.float64(1e-5),
+            }
         )
         == expected
     )
 
 
 BAD = dict(
-    sample_rate=[0.0, 1.1, math.nan, "half", ["0.5", "0.6"], torch.tensor([0.1, 0.0]), [0.1, 1.5], [0.1, "x"]],
+    sample_rate=[
+        0.0,
+        1.1,
+        math.nan,
+        "half",
+        ["0.5", "0.6"],
+        torch.tensor([0.1, 0.0]),
+        [0.1, 1.5],
+        [0.1, "x"],
+    ],
     noise_multiplier=[-0.1, math.inf, math.nan, None, [1.0, -2.0], [1.0, math.nan]],
     steps=[-1, 2.5, math.inf, math.nan, True, "ten", [1, 2.5], 10**13, 10**400],
     accountant=["gdp", None],
@@ -213,12 +286,18 @@ def test_bad_arguments_are_refused_by_name():
     refuses(compute_epsilon, dict(run, delta=1e-5), **BAD, delta=bad_deltas)
     refuses(compute_delta, dict(run, epsilon=1.0), **BAD, epsilon=[-0.1, math.inf, math.nan])
     # Shapes that do not broadcast.
-    refuses(compute_epsilon, dict(run, delta=1e-5, sample_rate=[0.1, 0.2]), noise_multiplier=[[1.0, 2.0, 3.0]])
+    refuses(
+        compute_epsilon,
+        dict(run, delta=1e-5, sample_rate=[0.1, 0.2]),
+        noise_multiplier=[[1.0, 2.0, 3.0]],
+    )
 
 
 @pytest.mark.parametrize("rate, steps", [(0.01, 100), (0.5, 30), (1e-6, 1000), (1.0, 10)])
 def test_with_little_noise_the_bound_is_a_bound_and_close(rate, steps):
-    """Against loss distributions where both can be computed, and against a direct sum over the draws."""
+    """Against loss distributions where both can be computed, and against a direct sum over the
+    draws.
+    """
     run = dict(sample_rate=rate, noise_multiplier=0.0099, steps=steps)
     exact = pld.epsilon(**run, delta=1e-6)
     found = compute_epsilon(**run, delta=1e-6)
@@ -226,7 +305,8 @@ def test_with_little_noise_the_bound_is_a_bound_and_close(rate, steps):
     assert compute_delta(**run, epsilon=found) <= 1e-6 * (1 + 1e-4)
     draws = range(steps + 1)
     direct = math.fsum(
-        stats.binom.pmf(k, steps, rate) * float(gaussian_delta(math.sqrt(k) / 0.0099, found)) for k in draws
+        stats.binom.pmf(k, steps, rate) * float(gaussian_delta(math.sqrt(k) / 0.0099, found))
+        for k in draws
     )
     assert 0.9e-6 < direct <= 1e-6
 
@@ -248,7 +328,11 @@ def test_numbers_give_a_float_and_arrays_broadcast(accountant):
         for i, rate in enumerate((0.01, 0.05)):
             for j, noise in enumerate((1.0, 2.0)):
                 one = function(
-                    sample_rate=rate, noise_multiplier=torch.tensor(noise), steps=30, **target, accountant=accountant
+                    sample_rate=rate,
+                    noise_multiplier=torch.tensor(noise),
+                    steps=30,
+                    **target,
+                    accountant=accountant,
                 )
                 assert type(one) is float and one == float(found[i, j])
 
@@ -257,9 +341,13 @@ def test_numbers_give_a_float_and_arrays_broadcast(accountant):
 def test_pld_is_not_above_rdp_at_tiny_deltas(delta):
     """At 1e-100 they said 31.39, and divergences 30.16."""
     run = dict(sample_rate=0.01, noise_multiplier=1.0, steps=1000)
-    epsilon, by_divergence = (compute_epsilon(**run, delta=delta, accountant=name) for name in ACCOUNTANTS)
+    epsilon, by_divergence = (
+        compute_epsilon(**run, delta=delta, accountant=name) for name in ACCOUNTANTS
+    )
     assert epsilon <= by_divergence <= 1.1 * epsilon
-    assert compute_delta(**run, epsilon=epsilon) <= compute_delta(**run, epsilon=epsilon, accountant="rdp")
+    assert compute_delta(**run, epsilon=epsilon) <= compute_delta(
+        **run, epsilon=epsilon, accountant="rdp"
+    )
 
 
 @pytest.mark.parametrize("sample_rate", [0.01, 1.0])

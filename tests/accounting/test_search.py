@@ -50,7 +50,9 @@ def test_only_points_where_the_function_is_defined_are_looked_at(meets):
         asked.append(x)
         return sign * (x - 17.5)
 
-    found = crossing(excess, start=1.2, low=-100.0, high=100.0, meets=meets, snap=lambda x: float(round(x)))
+    found = crossing(
+        excess, start=1.2, low=-100.0, high=100.0, meets=meets, snap=lambda x: float(round(x))
+    )
     assert found == (17.0 if meets == "below" else 18.0) and all(x == round(x) for x in asked)
 
 
@@ -71,7 +73,9 @@ def test_crossings_side_by_side_are_found_on_the_safe_side_and_nan_where_there_i
         seen.update(zip(index.tolist(), y.tolist()))
         return torch.where(y < roots[index], 50 * (roots[index] - y), roots[index] - y)
 
-    found = crossings(excess, start=torch.full_like(roots, start), low=-9.0, high=9.0, precision=1e-4)
+    found = crossings(
+        excess, start=torch.full_like(roots, start), low=-9.0, high=9.0, precision=1e-4
+    )
     assert ((found - roots)[:4] >= 0).all() and ((found - roots)[:4] <= 1.01e-4).all()
     assert found[4].isnan() and found[5] == -9.0
     assert all((i, y) in seen for i, y in enumerate(found.tolist()) if i != 4)

@@ -9,14 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special
 
-from dpcompanion.accounting import best_true_positive_rate, compute_delta, compute_epsilon, pld, trade_off
+from dpcompanion.accounting import (
+    best_true_positive_rate,
+    compute_delta,
+    compute_epsilon,
+    pld,
+    trade_off,
+)
 from dpcompanion.accounting.tradeoff import TOLERANCE, log_deltas_of
 from dpcompanion.attacks import clopper_pearson
 
 from ..refusals import refuses
 
 RATES = torch.cat(
-    (torch.logspace(-9, -2, 29, dtype=torch.float64), torch.linspace(0.02, 0.98, 25, dtype=torch.float64))
+    (
+        torch.logspace(-9, -2, 29, dtype=torch.float64),
+        torch.linspace(0.02, 0.98, 25, dtype=torch.float64),
+    )
 )
 REFERENCE = dict(sample_rate=512 / 60_000, noise_multiplier=3.42529, steps=9375)
 RUNS = [
@@ -44,7 +53,9 @@ def envelope(rates, epsilons, deltas):
 
 
 def check_bound(found, exact, tolerance=TOLERANCE):
-    """A lower bound on false negative rates whose true positive rates are hardly above the exact ones."""
+    """A lower bound on false negative rates whose true positive rates are hardly above the exact
+    ones.
+    """
     assert bool((found <= exact + 1e-12).all())
     assert bool((1 - found <= (1 - exact) * (1 + tolerance) + 1e-11).all())
 
@@ -54,7 +65,9 @@ def check_bound(found, exact, tolerance=TOLERANCE):
 def test_without_sampling_it_is_the_gaussian_curve(mu):
     found = trade_off(sample_rate=1.0, noise_multiplier=2 / mu, steps=4, false_positive_rate=RATES)
     check_bound(found, gaussian(RATES, mu), 1e-9)
-    tpr = best_true_positive_rate(sample_rate=1.0, noise_multiplier=2 / mu, steps=4, false_positive_rate=RATES)
+    tpr = best_true_positive_rate(
+        sample_rate=1.0, noise_multiplier=2 / mu, steps=4, false_positive_rate=RATES
+    )
     exact = torch.from_numpy(special.ndtr(special.ndtri(RATES.numpy()) + mu))
     assert bool((tpr >= exact * (1 - 1e-15)).all()) and bool((tpr <= exact * (1 + 1e-9)).all())
 
@@ -64,7 +77,9 @@ def test_far_tails_of_the_gaussian_curve_are_bounded_too(rate):
     smallest = mpmath.mpf(5e-324)  # below it a float is 0
     for mu in (0.1, 1.0, 7.5, 33.3, 70.7):
         with mpmath.workdps(60):
-            z = mpmath.findroot(lambda z: mpmath.log(mpmath.ncdf(z) / rate), -mpmath.sqrt(-2 * mpmath.log(rate)))
+            z = mpmath.findroot(
+                lambda z: mpmath.log(mpmath.ncdf(z) / rate), -mpmath.sqrt(-2 * mpmath.log(rate))
+            )
             found, missed = mpmath.ncdf(z + mu), mpmath.ncdf(-z - mu)
         run = dict(sample_rate=1.0, noise_multiplier=1 / mu, steps=1, false_positive_rate=rate)
         assert found <= best_true_positive_rate(**run) <= found * (1 + 1e-11)
@@ -73,7 +88,9 @@ def test_far_tails_of_the_gaussian_curve_are_bounded_too(rate):
 
 def test_the_promise_holds_from_1e_minus_15_on_and_below_there_is_a_bound_still():
     rates = torch.logspace(-30, -9, 22, dtype=torch.float64)
-    tpr = best_true_positive_rate(sample_rate=1 - 1e-12, noise_multiplier=3.0, steps=60, false_positive_rate=rates)
+    tpr = best_true_positive_rate(
+        sample_rate=1 - 1e-12, noise_multiplier=3.0, steps=60, false_positive_rate=rates
+    )
     exact = torch.from_numpy(special.ndtr(special.ndtri(rates.numpy()) + math.sqrt(60) / 3))
     assert bool((tpr >= exact * (1 - 1e-9)).all())
     assert bool((tpr <= exact * (1 + TOLERANCE))[rates > 0.9e-15].all())
@@ -81,10 +98,16 @@ def test_the_promise_holds_from_1e_minus_15_on_and_below_there_is_a_bound_still(
 
 
 @pytest.mark.parametrize(
-    "rate", [1e-320, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (1e-300, 1e-100, 1e-60, 1e-40))]
+    "rate",
+    [
+        1e-320,
+        *(pytest.param(rate, marks=pytest.mark.slow) for rate in (1e-300, 1e-100, 1e-60, 1e-40)),
+    ],
 )
 def test_losses_beyond_float32_do_not_under_rate_the_attacker(rate):
-    """e^epsilon was kept below the largest number of float32: at a rate of 1e-60 the best rate of hits was 1e-19."""
+    """e^epsilon was kept below the largest number of float32: at a rate of 1e-60 the best rate of
+    hits was 1e-19.
+    """
     run = dict(sample_rate=0.5, noise_multiplier=0.05, steps=1, false_positive_rate=rate)
     with mpmath.workdps(60):
         z = -mpmath.sqrt(-2 * mpmath.log(mpmath.mpf(rate)))
@@ -114,16 +137,28 @@ def test_the_ends_alone_are_answered(rates):
 @pytest.mark.parametrize("noise_multiplier, steps", [(0.5, 1), (4.0, 16), (1.0, 30), (100.0, 1000)])
 def test_composed_losses_meet_the_gaussian_curve(noise_multiplier, steps):
     # A rate this near 1 is composed, and costs no more than a rate of 1.
-    found = trade_off(sample_rate=1 - 1e-9, noise_multiplier=noise_multiplier, steps=steps, false_positive_rate=RATES)
+    found = trade_off(
+        sample_rate=1 - 1e-9,
+        noise_multiplier=noise_multiplier,
+        steps=steps,
+        false_positive_rate=RATES,
+    )
     check_bound(found, gaussian(RATES, math.sqrt(steps) / noise_multiplier))
 
 
 @pytest.mark.parametrize(
     "sample_rate, noise_multiplier",
-    [(0.1, 1.0), *(pytest.param(*run, marks=pytest.mark.slow) for run in ((1e-3, 0.4), (0.99, 20.0), (0.5, 3.0)))],
+    [
+        (0.1, 1.0),
+        *(
+            pytest.param(*run, marks=pytest.mark.slow)
+            for run in ((1e-3, 0.4), (0.99, 20.0), (0.5, 3.0))
+        ),
+    ],
 )
 def test_a_single_sampled_step_meets_its_closed_form(sample_rate, noise_multiplier):
-    # Dong et al. 2022, section 4: where q G_mu + (1 - q) Id meets its inverse, a segment joins the two.
+    # Dong et al. 2022, section 4: where q G_mu + (1 - q) Id meets its inverse, a segment joins the
+    # two.
     turn = float(torch.special.ndtr(torch.tensor(-0.5 / noise_multiplier, dtype=torch.float64)))
     rates = torch.logspace(-9, math.log10(turn), 40, dtype=torch.float64)
     exact = sample_rate * gaussian(rates, 1 / noise_multiplier) + (1 - sample_rate) * (1 - rates)
@@ -134,11 +169,16 @@ def test_a_single_sampled_step_meets_its_closed_form(sample_rate, noise_multipli
 
 
 def test_false_negative_rates_are_not_overstated_at_false_positive_rates_near_1():
-    """Next to 1 a rate has more digits than 1 less a delta: the rate of misses was said to be 3% too large."""
+    """Next to 1 a rate has more digits than 1 less a delta: the rate of misses was said to be 3%
+    too large.
+    """
     sample_rate, mu = 0.9, 1.0
     least = [k * 2.0**-53 for k in range(2, 40)]  # 1 less the rate
     found = trade_off(
-        sample_rate=sample_rate, noise_multiplier=1 / mu, steps=1, false_positive_rate=[1 - rest for rest in least]
+        sample_rate=sample_rate,
+        noise_multiplier=1 / mu,
+        steps=1,
+        false_positive_rate=[1 - rest for rest in least],
     )
     for rest, missed in zip(least, found.tolist()):
         with mpmath.workdps(40):
@@ -158,7 +198,9 @@ def test_it_lies_below_the_optimistic_curve_of_dp_accounting_and_near_it(run):
     )
     # Half a cell a step is what rounding down to its grid may lose, so few steps do.
     steps = min(run["steps"], 10)
-    deltas = torch.as_tensor(loss.self_compose(steps).get_delta_for_epsilon(epsilons.tolist()), dtype=torch.float64)
+    deltas = torch.as_tensor(
+        loss.self_compose(steps).get_delta_for_epsilon(epsilons.tolist()), dtype=torch.float64
+    )
     rates = RATES[RATES > 1e-6]
     found = trade_off(**{**run, "steps": steps}, false_positive_rate=rates)
     optimistic = envelope(rates, epsilons, deltas)
@@ -172,7 +214,10 @@ def test_it_lies_below_the_optimistic_curve_of_dp_accounting_and_near_it(run):
 def test_no_line_of_compute_delta_is_missed(run):
     found = trade_off(**run, false_positive_rate=RATES)
     epsilons = torch.cat((torch.zeros(1), torch.logspace(-2, 1, 4))).double()
-    check_bound(found, torch.maximum(found, envelope(RATES, epsilons, compute_delta(**run, epsilon=epsilons))))
+    check_bound(
+        found,
+        torch.maximum(found, envelope(RATES, epsilons, compute_delta(**run, epsilon=epsilons))),
+    )
 
 
 @pytest.mark.parametrize("direction", pld.DIRECTIONS)
@@ -181,8 +226,12 @@ def test_many_deltas_at_once_are_those_of_one_at_a_time_and_never_below(run, dir
     loss = pld.compose(**run, delta=1e-5, direction=direction)
     epsilons = torch.cat((torch.zeros(1), torch.logspace(-4, 1.3, 40))).double()
     found = torch.exp(log_deltas_of(loss, epsilons))
-    single = torch.tensor([loss.delta(epsilon) for epsilon in epsilons.tolist()], dtype=torch.float64)
-    assert bool((found >= single * (1 - 1e-12)).all()) and bool((found <= single * (1 + 1e-6)).all())
+    single = torch.tensor(
+        [loss.delta(epsilon) for epsilon in epsilons.tolist()], dtype=torch.float64
+    )
+    assert bool((found >= single * (1 - 1e-12)).all()) and bool(
+        (found <= single * (1 + 1e-6)).all()
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,29 +242,42 @@ def test_many_deltas_at_once_are_those_of_one_at_a_time_and_never_below(run, dir
 def test_the_corners_of_the_range_are_curves(sample_rate, noise_multiplier, steps):
     run = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps)
     found = trade_off(**run, false_positive_rate=[0.0, 1e-4, 1e-3, 0.5, 1.0])
-    assert bool(found.isfinite().all()) and bool((found.diff() <= 0).all()) and 0 <= found[4] and found[0] <= 1
+    assert (
+        bool(found.isfinite().all())
+        and bool((found.diff() <= 0).all())
+        and 0 <= found[4]
+        and found[0] <= 1
+    )
     if noise_multiplier == 1e6 or sample_rate == 1e-7:  # next to nothing can be told
         assert found.tolist() == pytest.approx([1, 1, 0.999, 0.5, 0], abs=2e-4)
 
 
 def test_with_almost_no_noise_every_sampled_example_is_identified():
-    run = dict(sample_rate=0.9, noise_multiplier=0.011, steps=1, false_positive_rate=[1e-6, 0.05, 0.5])
-    # One tenth was not drawn; a segment joins the attack that never accuses wrongly to the one that never acquits so.
+    run = dict(
+        sample_rate=0.9, noise_multiplier=0.011, steps=1, false_positive_rate=[1e-6, 0.05, 0.5]
+    )
+    # One tenth was not drawn; a segment joins the attack that never accuses wrongly to the one that
+    # never acquits so.
     assert trade_off(**run).tolist() == pytest.approx([0.1 - 1e-6, 0.05, 0], abs=1e-4)
 
 
 def test_the_best_attack_there_is_comes_near_the_curve_and_not_below():
-    # The likelihood ratio of a run, which by Neyman and Pearson no test beats, in a hundred thousand runs of each kind.
+    # The likelihood ratio of a run, which by Neyman and Pearson no test beats, in a hundred
+    # thousand runs of each kind.
     q, sigma, steps, trials = 0.1, 0.8, 20, 100_000
     rng = np.random.default_rng(0)
     without = rng.normal(scale=sigma, size=(trials, steps))
     with_it = rng.normal(scale=sigma, size=(trials, steps)) + (rng.random((trials, steps)) < q)
-    ratios = [np.log1p(q * np.expm1((2 * x - 1) / (2 * sigma**2))).sum(1) for x in (without, with_it)]
+    ratios = [
+        np.log1p(q * np.expm1((2 * x - 1) / (2 * sigma**2))).sum(1) for x in (without, with_it)
+    ]
     for rate in (0.001, 0.01, 0.1):
         threshold = np.quantile(ratios[0], 1 - rate, method="higher")
         hits = int((ratios[1] > threshold).sum())
         # The threshold's own rate, at most: half of the error is spent on it.
-        high_rate = float(clopper_pearson(int((ratios[0] > threshold).sum()), trials, confidence=0.9999)[1])
+        high_rate = float(
+            clopper_pearson(int((ratios[0] > threshold).sum()), trials, confidence=0.9999)[1]
+        )
         low, high = (float(x) for x in clopper_pearson(hits, trials, confidence=0.9999))
         bound = best_true_positive_rate(
             sample_rate=q, noise_multiplier=sigma, steps=steps, false_positive_rate=high_rate
@@ -245,13 +307,19 @@ def test_the_curve_is_convex_falls_and_is_its_own_inverse(run):
     assert torch.allclose(1 - found, tpr, rtol=0, atol=1e-12) and bool((tpr >= RATES).all())
 
 
-@given(factor=st.floats(1.01, 5), argument=st.sampled_from(["sample_rate", "noise_multiplier", "steps"]), **log_uniform)
+@given(
+    factor=st.floats(1.01, 5),
+    argument=st.sampled_from(["sample_rate", "noise_multiplier", "steps"]),
+    **log_uniform,
+)
 @settings(max_examples=3, deadline=None)
 def test_what_costs_less_is_worth_less_to_an_attacker(rate, noise, log_steps, factor, argument):
     run = run_of(rate, noise, log_steps)
     less = run[argument] * factor if argument == "noise_multiplier" else run[argument] / factor
     cheaper = {**run, argument: max(1, int(less)) if argument == "steps" else less}
-    before, after = (best_true_positive_rate(**each, false_positive_rate=RATES) for each in (run, cheaper))
+    before, after = (
+        best_true_positive_rate(**each, false_positive_rate=RATES) for each in (run, cheaper)
+    )
     assert bool((after <= before * (1 + TOLERANCE)).all())
 
 
@@ -267,7 +335,8 @@ def test_with_little_noise_only_examples_that_were_never_sampled_are_hidden():
     run = dict(sample_rate=1e-3, noise_multiplier=0.005, steps=100)
     never = (1 - 1e-3) ** 100
     found = trade_off(**run, false_positive_rate=[1e-6, 0.1, 0.5 * never, 1.0])
-    # Guess "yes" for who shows, and toss a coin for the others, or the other way round: the segment between the two.
+    # Guess "yes" for who shows, and toss a coin for the others, or the other way round: the segment
+    # between the two.
     assert found.tolist() == pytest.approx([never - 1e-6, never - 0.1, 0.5 * never, 0.0], abs=1e-9)
 
 
@@ -275,7 +344,11 @@ def test_the_ends():
     run = dict(sample_rate=0.01, noise_multiplier=1.0, false_positive_rate=[0.0, 0.3, 1.0])
     assert trade_off(**run, steps=0).tolist() == pytest.approx([1, 0.7, 0], abs=1e-11)
     assert trade_off(**{**run, "noise_multiplier": 0.0}, steps=5).tolist() == [0, 0, 0]
-    assert best_true_positive_rate(**{**run, "noise_multiplier": 0.0}, steps=5).tolist() == [1, 1, 1]
+    assert best_true_positive_rate(**{**run, "noise_multiplier": 0.0}, steps=5).tolist() == [
+        1,
+        1,
+        1,
+    ]
     ends = trade_off(**run, steps=100)
     assert 1 - 1e-6 <= ends[0] <= 1 and ends[2] == 0
     assert best_true_positive_rate(**run, steps=100)[2] == 1
@@ -287,13 +360,19 @@ def test_arguments_broadcast_and_numbers_give_a_number():
     assert found.shape == (2, 3) and found.dtype == torch.float64
     one = trade_off(**run, noise_multiplier=2.0, false_positive_rate=0.1)
     assert isinstance(one, float) and one == pytest.approx(float(found[1, 1]), rel=1e-4)
-    assert isinstance(best_true_positive_rate(**run, noise_multiplier=2.0, false_positive_rate=0.1), float)
+    assert isinstance(
+        best_true_positive_rate(**run, noise_multiplier=2.0, false_positive_rate=0.1), float
+    )
 
 
 def test_one_composition_serves_all_rates(monkeypatch):
     compose, composed = pld.compose_at, []
-    monkeypatch.setattr(pld, "compose_at", lambda *args: composed.append(args[3:]) or compose(*args))
-    trade_off(**REFERENCE, false_positive_rate=torch.linspace(1e-4, 1 - 1e-4, 1000, dtype=torch.float64))
+    monkeypatch.setattr(
+        pld, "compose_at", lambda *args: composed.append(args[3:]) or compose(*args)
+    )
+    trade_off(
+        **REFERENCE, false_positive_rate=torch.linspace(1e-4, 1 - 1e-4, 1000, dtype=torch.float64)
+    )
     assert len(composed) == len(set(composed)) == 4  # two deltas, each in two directions
 
 

@@ -1,4 +1,6 @@
-"""The engine with a filter: everybody pays for what their own gradients are clipped to, and no budget is exceeded."""
+"""The engine with a filter: everybody pays for what their own gradients are clipped to, and no
+budget is exceeded.
+"""
 
 import math
 import re
@@ -25,8 +27,12 @@ BUDGET = torch.tensor([9, 30, 60]).repeat_interleave(N // 3)
 def data():
     generator = torch.Generator().manual_seed(1)
     # Some have short gradients, some long ones.
-    size = torch.logspace(-1.5, 1, N, dtype=torch.float64)[torch.randperm(N, generator=generator), None]
-    return TensorDataset(size * torch.randn(N, 4, generator=generator, dtype=torch.float64), torch.arange(N) % 3)
+    size = torch.logspace(-1.5, 1, N, dtype=torch.float64)[
+        torch.randperm(N, generator=generator), None
+    ]
+    return TensorDataset(
+        size * torch.randn(N, 4, generator=generator, dtype=torch.float64), torch.arange(N) % 3
+    )
 
 
 def exact(**changes):
@@ -56,10 +62,23 @@ def renyi():
     )
 
 
-def private(filter, *, mode="hooks", seed=0, model=None, engine=None, dataset=None, batch_size=N // BATCHES, **options):
+def private(
+    filter,
+    *,
+    mode="hooks",
+    seed=0,
+    model=None,
+    engine=None,
+    dataset=None,
+    batch_size=N // BATCHES,
+    **options,
+):
     """An engine and what it returns, the criterion before the loader."""
     torch.manual_seed(7)
-    model, engine = model or nn.Linear(4, 3).double(), engine or IndividualizedPrivacyEngine(accountant="rdp")
+    model, engine = (
+        model or nn.Linear(4, 3).double(),
+        engine or IndividualizedPrivacyEngine(accountant="rdp"),
+    )
     options = {
         "epochs": 4,
         "updates_per_epoch": BATCHES,
@@ -110,7 +129,9 @@ def alone(model, x, y):
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
 @pytest.mark.parametrize("make", [exact, renyi])
-def test_every_gradient_is_clipped_to_what_the_filter_allows_and_nobody_exceeds_a_budget(make, mode):
+def test_every_gradient_is_clipped_to_what_the_filter_allows_and_nobody_exceeds_a_budget(
+    make, mode
+):
     plain, filter, own = nn.Linear(4, 3).double(), make(), make()
     engine, model, optimizer, criterion, loader = private(filter, mode=mode)
     x, y = data().tensors
@@ -148,8 +169,12 @@ def test_every_gradient_is_clipped_to_what_the_filter_allows_and_nobody_exceeds_
 @pytest.mark.parametrize("block", [1, 5])
 def test_draws_that_are_left_half_way_and_cut_into_pieces_are_paid_once_a_step(mode, block):
     filter = exact(levels=[1.0], costs=[1], budget=100, block=block)
-    engine, model, optimizer, criterion, loader = private(filter, mode=mode, norms=lambda: torch.full((N,), 9.0))
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer) as small:
+    engine, model, optimizer, criterion, loader = private(
+        filter, mode=mode, norms=lambda: torch.full((N,), 9.0)
+    )
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+    ) as small:
         for round in range(40):
             for count, (x, y) in enumerate(small):
                 optimizer.zero_grad()
@@ -163,7 +188,9 @@ def test_draws_that_are_left_half_way_and_cut_into_pieces_are_paid_once_a_step(m
             model.train()
             paid = filter.spent.unique()
             taken = len(engine.accountant)
-            assert len(paid) == 1 and math.ceil(taken / block) <= int(paid) <= math.ceil((taken + 1) / block)
+            assert len(paid) == 1 and math.ceil(taken / block) <= int(paid) <= math.ceil(
+                (taken + 1) / block
+            )
             if taken == 12:
                 break
     assert taken == 12 and int(paid) == math.ceil(12 / block)
@@ -183,7 +210,8 @@ def test_norms_are_measured_as_often_as_was_asked_and_bounded():
     engine, *parts = private(filter, norms=norms, updates_per_epoch=0.5)
     train(*parts)
     assert calls == [0, 6]
-    # Not finite, or longer than the clip norm: in full, and then what is left. Nothing costs nothing.
+    # Not finite, or longer than the clip norm: in full, and then what is left. Nothing costs
+    # nothing.
     assert filter.spent[:5].tolist() == [9, 9, 9, 9, 0] and not bool(filter.spent[4:].any())
     engine, *parts = private(exact(), norms=lambda: torch.ones(3))
     refused("norms", train, *parts)
@@ -259,14 +287,26 @@ def test_a_model_that_is_not_wrapped_is_measured_alike(mode):
 @pytest.mark.parametrize("kind", [ExactFilter, RenyiFilter])
 def test_the_statement_names_the_filter_s_epsilons_at_the_delta_of_its_targets(kind):
     delta, targets = 1e-3, torch.where(torch.arange(N) % 2 == 0, 1.0, 2.0)
-    run = dict(n=N, sample_rate=1 / BATCHES, steps=12, max_grad_norm=CLIP, noise_multiplier=NOISE, delta=delta)
+    run = dict(
+        n=N,
+        sample_rate=1 / BATCHES,
+        steps=12,
+        max_grad_norm=CLIP,
+        noise_multiplier=NOISE,
+        delta=delta,
+    )
     filter = kind.for_plan(DPSGDPlan(**run), targets)
     engine, model, *parts = private(filter, unit="patient")
-    found = re.findall(r"promised beforehand epsilon (\S+) to (\S+) at delta 0.001\.", engine.statement())
+    found = re.findall(
+        r"promised beforehand epsilon (\S+) to (\S+) at delta 0.001\.", engine.statement()
+    )
     low, high = map(float, found[0])
     assert low - 1e-3 <= float(filter.epsilon(delta).min()) <= low <= 1.001
     assert high - 1e-3 <= float(filter.epsilon(delta).max()) <= high <= 2.001
-    assert f"({kind.__name__})" in engine.statement() and "each patient is charged" in engine.statement()
+    assert (
+        f"({kind.__name__})" in engine.statement()
+        and "each patient is charged" in engine.statement()
+    )
     ledger = Ledger().add(engine, delta=delta)
     assert (ledger.neighbours, ledger.units) == ("zero-out", ("patient",))
     with pytest.warns(RuntimeWarning, match="less noise"):
@@ -282,20 +322,27 @@ def test_a_run_with_a_filter_goes_on_from_a_checkpoint(make, tmp_path):
 
     filter, engine, model, optimizer, *rest = made()
     assert "(zero-out; the number of examples, " in engine.statement()
-    promise = f"By its filter ({type(filter).__name__}) it promised beforehand an epsilon at each delta"
+    promise = (
+        f"By its filter ({type(filter).__name__}) it promised beforehand an epsilon at each delta"
+    )
     assert promise in engine.statement() and "Epsilon at most" not in engine.statement()
     train(model, optimizer, *rest, epochs=1)  # three steps: in the middle of a block
     engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
     train(model, optimizer, *rest, epochs=3)
     its_filter, again, second, its_optimizer, *its_rest = made()
     again.load_checkpoint(path=tmp_path / "run.pt", module=second, optimizer=its_optimizer)
-    assert len(again.accountant) == 3 and 0 < float(its_filter.spent.max()) < float(filter.spent.max())
+    assert len(again.accountant) == 3 and 0 < float(its_filter.spent.max()) < float(
+        filter.spent.max()
+    )
     train(second, its_optimizer, *its_rest, epochs=3)
-    assert torch.equal(its_filter.spent, filter.spent) and torch.equal(weights(second), weights(model))
+    assert torch.equal(its_filter.spent, filter.spent) and torch.equal(
+        weights(second), weights(model)
+    )
     other, *_ = private(exact(budget=61))
     with pytest.raises(ValueError, match="state"):
         other.accountant.load_state_dict(
-            engine.accountant.state_dict() | {"parameters": other.accountant.state_dict()["parameters"]}
+            engine.accountant.state_dict()
+            | {"parameters": other.accountant.state_dict()["parameters"]}
         )
 
 
@@ -311,16 +358,22 @@ def test_a_checkpoint_that_allows_more_than_the_filter_is_refused(change, messag
     engine, *parts = private(exact())
     train(*parts, epochs=1)
     state = engine.accountant.state_dict()
-    refused(message, engine.accountant.load_state_dict, state | {"budgets": state["budgets"] | change})
+    refused(
+        message, engine.accountant.load_state_dict, state | {"budgets": state["budgets"] | change}
+    )
 
 
 def test_the_epsilons_are_the_promise_of_the_filter_until_noise_is_missing():
-    filter = exact(levels=[0.5, 1.0], costs=[1, 4], budget=torch.tensor([4, 8]).repeat_interleave(N // 2))
+    filter = exact(
+        levels=[0.5, 1.0], costs=[1, 4], budget=torch.tensor([4, 8]).repeat_interleave(N // 2)
+    )
     engine, model, optimizer, criterion, loader = private(filter)
     assert engine.get_epsilon(DELTA) == 0
     train(model, optimizer, criterion, loader, epochs=1)
     epsilons = engine.get_epsilons(DELTA)
-    assert torch.equal(epsilons, filter.epsilon(DELTA)) and epsilons[0] < epsilons[-1] == engine.get_epsilon(DELTA)
+    assert torch.equal(epsilons, filter.epsilon(DELTA)) and epsilons[0] < epsilons[
+        -1
+    ] == engine.get_epsilon(DELTA)
     optimizer.noise_multiplier = 1.9
     with pytest.warns(RuntimeWarning, match="budget"):
         train(model, optimizer, criterion, loader, epochs=1)
@@ -339,10 +392,18 @@ def test_bad_input_is_refused_by_name():
     run = dict(sample_rate=1 / 3, noise_multiplier=2.0, max_grad_norm=1.0, steps=3)
     few, good = ExactFilter(3, **run, levels=[1.0], costs=[1], budget=3), {"filter": exact()}
     refuses(
-        private, good, filter=[object(), exact(sample_rate=0.3), few], loss=[None], updates_per_epoch=[0], epochs=[0]
+        private,
+        good,
+        filter=[object(), exact(sample_rate=0.3), few],
+        loss=[None],
+        updates_per_epoch=[0],
+        epochs=[0],
     )
     refuses(private, good | {"loss": cross_entropy}, norms=[list])
-    for change, message in (({"mode": "no_op"}, "grad_sample_mode"), ({"batch_first": False}, "norms")):
+    for change, message in (
+        ({"mode": "no_op"}, "grad_sample_mode"),
+        ({"batch_first": False}, "norms"),
+    ):
         refused(message, private, exact(), **change)
 
 
@@ -361,14 +422,21 @@ def test_the_filters_of_two_runs_are_not_mixed_up():
     assert not bool(filter.spent.any()) and bool(other.spent.any())
 
 
-# The audit.  Half of the coordinates of a linear model belong to a canary each, whose gradient points along its
-# coordinate and is longer than the clip norm; nobody writes to the others.  Canaries ask for more once they are seen.
+# The audit. Half of the coordinates of a linear model belong to a canary each, whose gradient
+# points along its coordinate and is longer than the clip norm; nobody writes to the others.
+# Canaries ask for more once they are seen.
 CANARIES, STEPS = 300, 64
 
 
 def moved(budget, spoil=None):
-    """How far coordinates with and without canaries moved, in standard deviations of the noise; and the filter."""
-    dataset, inside, outside = TensorDataset(10 * torch.eye(CANARIES, 2 * CANARIES), torch.zeros(CANARIES)), [], []
+    """How far coordinates with and without canaries moved, in standard deviations of the noise; and
+    the filter.
+    """
+    dataset, inside, outside = (
+        TensorDataset(10 * torch.eye(CANARIES, 2 * CANARIES), torch.zeros(CANARIES)),
+        [],
+        [],
+    )
     for seed in range(4):
         filter = ExactFilter(
             CANARIES,

@@ -1,4 +1,6 @@
-"""No step of the engine waits for a device; what is left unasked there is said afterwards, and privacy is as here."""
+"""No step of the engine waits for a device; what is left unasked there is said afterwards, and
+privacy is as here.
+"""
 
 import math
 import warnings
@@ -30,7 +32,9 @@ def private(*, x=None, device="cpu", mode="hooks", filter=None, seed=0, **option
     own = {
         "module": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5),
-        "data_loader": DataLoader(TensorDataset(data()[0] if x is None else x, data()[1]), batch_size=15),
+        "data_loader": DataLoader(
+            TensorDataset(data()[0] if x is None else x, data()[1]), batch_size=15
+        ),
         "epochs": 2,
         "grad_sample_mode": mode,
         **({"seed": seed} if isinstance(seed, int) else {"noise_generator": seed}),
@@ -38,7 +42,13 @@ def private(*, x=None, device="cpu", mode="hooks", filter=None, seed=0, **option
     }
     if filter is None:
         budgets = torch.tensor([1.0, 2.0, 4.0]).repeat_interleave(20)
-        own = {"target_epsilons": budgets, "target_delta": 1e-5, "max_grad_norm": 0.5, "method": "scale", **own}
+        own = {
+            "target_epsilons": budgets,
+            "target_delta": 1e-5,
+            "max_grad_norm": 0.5,
+            "method": "scale",
+            **own,
+        }
         made = engine.make_private_with_budgets(**own)
     else:
         made = engine.make_private_with_filter(filter=filter, **own)
@@ -72,7 +82,14 @@ def test_a_step_waits_for_nothing(name):
     options = OPTIONS.get(name) or {}
     if name == "filter":
         filter = ExactFilter(
-            N, sample_rate=0.25, noise_multiplier=2.0, max_grad_norm=1.0, levels=[1.0], costs=[1], budget=20, steps=8
+            N,
+            sample_rate=0.25,
+            noise_multiplier=2.0,
+            max_grad_norm=1.0,
+            levels=[1.0],
+            costs=[1],
+            budget=20,
+            steps=8,
         )
         options = {"filter": filter, "norms": lambda: torch.ones(N)}
     engine, model, optimizer, criterion, loader = private(device="meta", prove=False, **options)
@@ -120,7 +137,11 @@ def test_what_is_not_finite_contributes_nothing_on_a_device_either_and_is_counte
                 step(model, optimizer, criterion, *batch)
             in_steps = sum("contribute nothing" in str(w.message) for w in said)
         ends.append((weights(model), optimizer.dropped))
-    assert ends[1][1] == ends[0][1] > 0 and torch.equal(ends[0][0], ends[1][0]) and bool(ends[1][0].isfinite().all())
+    assert (
+        ends[1][1] == ends[0][1] > 0
+        and torch.equal(ends[0][0], ends[1][0])
+        and bool(ends[1][0].isfinite().all())
+    )
     assert not in_steps
     with pytest.warns(RuntimeWarning, match="contribute nothing"):
         engine.get_epsilons(1e-5)
@@ -134,7 +155,9 @@ def test_what_is_not_finite_contributes_nothing_on_a_device_either_and_is_counte
 
 
 @pytest.mark.parametrize("seed", [0, torch.Generator().manual_seed(0)])
-def test_a_sum_that_one_gradient_spoils_leaves_no_number_behind_and_is_told_of(away, seed, tmp_path):
+def test_a_sum_that_one_gradient_spoils_leaves_no_number_behind_and_is_told_of(
+    away, seed, tmp_path
+):
     x = data()[0]
     x[:20] = math.inf
     away()

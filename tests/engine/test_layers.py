@@ -1,4 +1,6 @@
-"""Layers that people use, in every mode: each example has the gradient that autograd gives it alone, or is refused."""
+"""Layers that people use, in every mode: each example has the gradient that autograd gives it
+alone, or is refused.
+"""
 
 import copy
 
@@ -23,7 +25,10 @@ class Padded(nn.Module):
 
     def __init__(self, positions=None):
         super().__init__()
-        self.words, self.positions = nn.Embedding(9, 5, padding_idx=0), nn.Embedding(6, 5) if positions else None
+        self.words, self.positions = (
+            nn.Embedding(9, 5, padding_idx=0),
+            nn.Embedding(6, 5) if positions else None,
+        )
         self.head, self.kind = nn.Linear(5, 3), positions
 
     def forward(self, t):
@@ -110,7 +115,9 @@ def test_as_many_positions_as_examples_are_no_examples(mode):
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 @pytest.mark.parametrize("positions", [None, "(T,)", "(1, T)"])
 def test_embeddings_take_empty_draws(positions, mode):
-    engine, module, optimizer, criterion, loader = private(Padded(positions), sentences(), mode, batch_size=1)
+    engine, module, optimizer, criterion, loader = private(
+        Padded(positions), sentences(), mode, batch_size=1
+    )
     sizes = []
     for x, y in loader:
         optimizer.zero_grad()
@@ -127,7 +134,11 @@ def test_a_padding_index_is_refused_by_name_where_it_would_be_wrong():
 class Packed(nn.Module):
     def __init__(self, enforce_sorted=False):
         super().__init__()
-        self.words, self.recurrent, self.head = nn.Embedding(9, 4), DPLSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+        self.words, self.recurrent, self.head = (
+            nn.Embedding(9, 4),
+            DPLSTM(4, 5, batch_first=True),
+            nn.Linear(5, 3),
+        )
         self.enforce_sorted = enforce_sorted
 
     def forward(self, t):

@@ -1,4 +1,6 @@
-"""A loss that mixes examples is refused before the step; what is taken is as by autograd, one example at a time."""
+"""A loss that mixes examples is refused before the step; what is taken is as by autograd, one
+example at a time.
+"""
 
 import copy
 import dataclasses
@@ -24,7 +26,11 @@ CLIP = 0.7
 
 def drawn(*shape, high=None, seed=1):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator) if high is None else torch.randint(high, shape, generator=generator)
+    return (
+        torch.randn(*shape, generator=generator)
+        if high is None
+        else torch.randint(high, shape, generator=generator)
+    )
 
 
 def classes():
@@ -79,7 +85,9 @@ def weights(model):
 
 
 def clipped_one_by_one(model, loss, data):
-    """The sum of clipped gradients by plain autograd, one example at a time; loss: of a batch of one."""
+    """The sum of clipped gradients by plain autograd, one example at a time; loss: of a batch of
+    one.
+    """
     total = torch.zeros_like(weights(model))
     for x, y in data:
         gradients = torch.autograd.grad(loss(model(x[None]), y[None]), list(model.parameters()))
@@ -89,7 +97,9 @@ def clipped_one_by_one(model, loss, data):
 
 
 def summed(engine, module, optimizer, *rest, loss=None):
-    """The sum of clipped gradients of the first batch, which is all of the data, as the engine makes it."""
+    """The sum of clipped gradients of the first batch, which is all of the data, as the engine
+    makes it.
+    """
     criterion, loader = rest if len(rest) == 2 else (loss, *rest)
     x, y = next(iter(loader))
     optimizer.zero_grad()
@@ -113,36 +123,69 @@ PER_EXAMPLE = {
     "cross entropy": (F.cross_entropy, lambda: nn.Linear(4, 3), classes),
     "module": (nn.CrossEntropyLoss(), lambda: nn.Linear(4, 3), classes),
     "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.1), lambda: nn.Linear(4, 3), classes),
-    "log likelihood": (lambda o, y: F.nll_loss(o.log_softmax(1), y), lambda: nn.Linear(4, 3), classes),
+    "log likelihood": (
+        lambda o, y: F.nll_loss(o.log_softmax(1), y),
+        lambda: nn.Linear(4, 3),
+        classes,
+    ),
     "squared": (lambda o, y: F.mse_loss(o.squeeze(1), y), lambda: nn.Linear(4, 1), numbers),
     "squared, several": (F.mse_loss, lambda: nn.Linear(4, 3), lambda: numbers(3)),
     "absolute": (lambda o, y: F.l1_loss(o[:, 0], y), lambda: nn.Linear(4, 1), numbers),
     "Huber": (lambda o, y: F.smooth_l1_loss(o[:, 0], y), lambda: nn.Linear(4, 1), numbers),
-    "binary": (lambda o, y: F.binary_cross_entropy_with_logits(o[:, 0], y.float()), lambda: nn.Linear(4, 1), two),
+    "binary": (
+        lambda o, y: F.binary_cross_entropy_with_logits(o[:, 0], y.float()),
+        lambda: nn.Linear(4, 1),
+        two,
+    ),
     "probabilities": (
         lambda o, y: F.binary_cross_entropy(o[:, 0], y.float()),
         lambda: nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()),
         two,
     ),
-    "one-hot": (lambda o, y: F.mse_loss(o, F.one_hot(y, 3).float()), lambda: nn.Linear(4, 3), classes),
-    "reconstruction": (F.mse_loss, lambda: nn.Linear(4, 4), lambda: TensorDataset(drawn(N, 4), drawn(N, 4))),
+    "one-hot": (
+        lambda o, y: F.mse_loss(o, F.one_hot(y, 3).float()),
+        lambda: nn.Linear(4, 3),
+        classes,
+    ),
+    "reconstruction": (
+        F.mse_loss,
+        lambda: nn.Linear(4, 4),
+        lambda: TensorDataset(drawn(N, 4), drawn(N, 4)),
+    ),
     "tokens, all": (F.cross_entropy, Words, tokens),
     "tokens, each row's own": (
-        lambda o, t: (F.cross_entropy(o, t, ignore_index=0, reduction="none").sum(1) / (t != 0).sum(1)).mean(),
+        lambda o, t: (
+            F.cross_entropy(o, t, ignore_index=0, reduction="none").sum(1) / (t != 0).sum(1)
+        ).mean(),
         Words,
         tokens,
     ),
 }
 MIXED = {
-    "class weights": (lambda o, y: F.cross_entropy(o, y, weight=W), lambda: nn.Linear(4, 3), classes, "class weights"),
+    "class weights": (
+        lambda o, y: F.cross_entropy(o, y, weight=W),
+        lambda: nn.Linear(4, 3),
+        classes,
+        "class weights",
+    ),
     "class weights, smoothed": (
         lambda o, y: F.cross_entropy(o, y, weight=W, label_smoothing=0.1),
         lambda: nn.Linear(4, 3),
         classes,
         "loss",
     ),
-    "ignored": (lambda o, y: F.cross_entropy(o, y, ignore_index=0), lambda: nn.Linear(4, 3), classes, "ignore_index"),
-    "the batch's tokens": (lambda o, t: F.cross_entropy(o, t, ignore_index=0), Words, tokens, "tokens"),
+    "ignored": (
+        lambda o, y: F.cross_entropy(o, y, ignore_index=0),
+        lambda: nn.Linear(4, 3),
+        classes,
+        "ignore_index",
+    ),
+    "the batch's tokens": (
+        lambda o, t: F.cross_entropy(o, t, ignore_index=0),
+        Words,
+        tokens,
+        "tokens",
+    ),
     "focal": (lambda o, y: focal(o, y).mean(), lambda: nn.Linear(4, 3), classes, "criterion="),
     "focal over its sum": (
         lambda o, y: focal(o, y).sum() / (1 - o.softmax(1)).sum().detach(),
@@ -150,16 +193,31 @@ MIXED = {
         classes,
         "criterion=",
     ),
-    "contrastive": (lambda o, y: contrastive(o, y).mean(), lambda: nn.Linear(4, 3), classes, "criterion="),
+    "contrastive": (
+        lambda o, y: contrastive(o, y).mean(),
+        lambda: nn.Linear(4, 3),
+        classes,
+        "criterion=",
+    ),
     "hardest half": (
         lambda o, y: F.cross_entropy(o, y, reduction="none").topk(len(y) // 2).values.mean(),
         lambda: nn.Linear(4, 3),
         classes,
         "criterion=",
     ),
-    "a sum for a mean": (lambda o, y: F.cross_entropy(o, y, reduction="sum"), lambda: nn.Linear(4, 3), classes, "sum"),
+    "a sum for a mean": (
+        lambda o, y: F.cross_entropy(o, y, reduction="sum"),
+        lambda: nn.Linear(4, 3),
+        classes,
+        "sum",
+    ),
     "broadcast": (F.mse_loss, lambda: nn.Linear(4, 1), numbers, "broadcasting"),
-    "scaled": (lambda o, y: 1024 * F.cross_entropy(o, y), lambda: nn.Linear(4, 3), classes, "GradScaler"),
+    "scaled": (
+        lambda o, y: 1024 * F.cross_entropy(o, y),
+        lambda: nn.Linear(4, 3),
+        classes,
+        "GradScaler",
+    ),
     "a penalty of the batch": (
         lambda o, y: F.cross_entropy(o, y) + o.mean(0).square().sum(),
         lambda: nn.Linear(4, 3),
@@ -174,7 +232,11 @@ MIXED = {
     ),
 }
 CRITERIA = {
-    "class weights": (lambda: nn.CrossEntropyLoss(weight=W), lambda o, y: W[y] * F.cross_entropy(o, y), classes),
+    "class weights": (
+        lambda: nn.CrossEntropyLoss(weight=W),
+        lambda o, y: W[y] * F.cross_entropy(o, y),
+        classes,
+    ),
     "smoothed, class weights": (
         lambda: functools.partial(F.cross_entropy, weight=W, label_smoothing=0.1),
         lambda o, y: F.cross_entropy(o, y, weight=W, label_smoothing=0.1, reduction="sum"),
@@ -186,7 +248,11 @@ CRITERIA = {
         classes,
     ),
     "focal": (lambda: focal, lambda o, y: focal(o, y)[0], classes),
-    "tokens": (lambda: nn.CrossEntropyLoss(ignore_index=0), lambda o, t: F.cross_entropy(o, t, ignore_index=0), tokens),
+    "tokens": (
+        lambda: nn.CrossEntropyLoss(ignore_index=0),
+        lambda o, t: F.cross_entropy(o, t, ignore_index=0),
+        tokens,
+    ),
 }
 
 
@@ -216,7 +282,9 @@ def test_a_loss_that_mixes_examples_is_refused_before_any_step(name, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CRITERIA)
-def test_a_criterion_is_taken_without_reduction_and_its_sum_is_that_of_one_example_at_a_time(name, mode):
+def test_a_criterion_is_taken_without_reduction_and_its_sum_is_that_of_one_example_at_a_time(
+    name, mode
+):
     make, alone, data = CRITERIA[name]
     torch.manual_seed(0)
     model, data = Words() if data is tokens else nn.Linear(4, 3), data()
@@ -273,7 +341,9 @@ def test_with_a_criterion_no_gradient_comes_by_another_way(mode):
 
 
 def test_one_example_moves_the_sum_by_one_clip_norm_or_the_step_is_refused():
-    """Ninety-nine alike, one with a rare class of weight 99; without the criterion the step is refused."""
+    """Ninety-nine alike, one with a rare class of weight 99; without the criterion the step is
+    refused.
+    """
     x, y = F.normalize(drawn(100, 5), dim=1), torch.zeros(100, dtype=torch.int64)
     x[1:], y[0] = x[1].clone(), 1
     sums = []
@@ -335,7 +405,12 @@ class WithLoss(nn.Module):
 
     def __init__(self, kind="dataclass", weight=None):
         super().__init__()
-        self.first, self.last, self.kind, self.weight = nn.Linear(4, 5), nn.Linear(5, 3), kind, weight
+        self.first, self.last, self.kind, self.weight = (
+            nn.Linear(4, 5),
+            nn.Linear(5, 3),
+            kind,
+            weight,
+        )
 
     def forward(self, x, y):
         hidden = torch.tanh(self.first(x))
@@ -343,14 +418,22 @@ class WithLoss(nn.Module):
         loss = F.cross_entropy(logits, y, weight=self.weight)
         if self.kind == "dataclass":
             return Outputs(loss, logits, hidden)
-        return (loss, logits, hidden) if self.kind == "tuple" else {"loss": loss, "logits": logits, "hidden": hidden}
+        return (
+            (loss, logits, hidden)
+            if self.kind == "tuple"
+            else {"loss": loss, "logits": logits, "hidden": hidden}
+        )
 
 
 @pytest.mark.parametrize("kind", ["dataclass", "tuple", "dict"])
 def test_a_models_own_loss_is_held_to_its_outputs(kind):
     def parts(out):
         return (
-            (out.loss, out.logits) if kind == "dataclass" else out[:2] if kind == "tuple" else tuple(out.values())[:2]
+            (out.loss, out.logits)
+            if kind == "dataclass"
+            else out[:2]
+            if kind == "tuple"
+            else tuple(out.values())[:2]
         )
 
     for number in (0, 1):
@@ -366,7 +449,9 @@ def test_a_models_own_loss_is_held_to_its_outputs(kind):
     (1024 * parts(module(x, y))[0]).backward()
     refused("its own loss.*GradScaler", optimizer.step)
     for prove, word in ((False, "class weights"), (True, "no mean of the examples")):
-        engine, module, optimizer, loader = private(WithLoss(kind, weight=W), classes(), prove=prove)
+        engine, module, optimizer, loader = private(
+            WithLoss(kind, weight=W), classes(), prove=prove
+        )
         x, y = next(iter(loader))
         parts(module(x, y))[0].backward()
         refused(f"its own loss.*{word}", optimizer.step)
@@ -383,7 +468,11 @@ def test_a_models_own_loss_is_held_to_its_outputs(kind):
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 def test_a_criterion_takes_a_part_of_the_outputs(mode):
     engine, module, optimizer, criterion, loader = private(
-        WithLoss("dict"), classes(), mode=mode, criterion=nn.CrossEntropyLoss(weight=W), batch_size=12
+        WithLoss("dict"),
+        classes(),
+        mode=mode,
+        criterion=nn.CrossEntropyLoss(weight=W),
+        batch_size=12,
     )
     for x, y in loader:
         optimizer.zero_grad()
@@ -401,7 +490,9 @@ def test_pieces_of_a_draw_and_empty_ones_are_looked_at_one_by_one(mode, given):
         nn.Linear(4, 3), classes(), mode=mode, batch_size=4, epochs=2, **criterion
     )
     loss, loader = rest if len(rest) == 2 else (F.cross_entropy, *rest)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as small:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=3, optimizer=optimizer
+    ) as small:
         for _ in range(2):
             for x, y in small:
                 optimizer.zero_grad()
@@ -415,7 +506,8 @@ def test_two_passes_over_a_batch_are_each_looked_at():
     for number, (x, y) in enumerate(loader):
         optimizer.zero_grad()
         losses = [
-            F.cross_entropy(module(scale * x), y, weight=W if number and scale == 2 else None) for scale in (1, 2)
+            F.cross_entropy(module(scale * x), y, weight=W if number and scale == 2 else None)
+            for scale in (1, 2)
         ]
         (sum(losses) / 2).backward()
         if number:

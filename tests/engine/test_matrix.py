@@ -1,8 +1,9 @@
-"""Layers that people use, in all modes of the engine: what autograd says of one example at a time, or a ValueError.
+"""Layers that people use, in all modes of the engine: what autograd says of one example at a time,
+or a ValueError.
 
-The table of `layers.CASES` is crossed with the engine's modes, evaluation mode, frozen parameters, draws and the order
-of calls. The short run takes a fixed design in which every layer meets every mode, and every two of the other settings
-meet; the whole product is marked slow.
+The table of `layers.CASES` is crossed with the engine's modes, evaluation mode, frozen parameters,
+draws and the order of calls. The short run takes a fixed design in which every layer meets every
+mode, and every two of the other settings meet; the whole product is marked slow.
 """
 
 import copy
@@ -17,9 +18,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpcompanion.engine import MODES, IndividualizedPrivacyEngine, replace_layers
 
-pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:target_delta", "ignore:In CPU autocast")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Full backward hook", "ignore:target_delta", "ignore:In CPU autocast"
+)
 
-_spec = importlib.util.spec_from_file_location("layers", pathlib.Path(__file__).parent.parent / "layers.py")
+_spec = importlib.util.spec_from_file_location(
+    "layers", pathlib.Path(__file__).parent.parent / "layers.py"
+)
 layers = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(layers)
 
@@ -32,7 +37,16 @@ SETTINGS = {
 }
 PRODUCT = list(itertools.product(*SETTINGS.values()))
 # What an error speaks of.
-NAMES = {"module", "in", "padding_idx", "max_norm", "scale_grad_by_freq", "sparse", "grad_sample_mode", "wrap_model"}
+NAMES = {
+    "module",
+    "in",
+    "padding_idx",
+    "max_norm",
+    "scale_grad_by_freq",
+    "sparse",
+    "grad_sample_mode",
+    "wrap_model",
+}
 SEEDS = {"some": 0, "nobody first": 0}
 
 
@@ -46,7 +60,9 @@ def gradients_alone(model, x, y):
     rows = []
     for i in range(len(x)):
         value = F.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
-        found = torch.autograd.grad(value, list(named.values()), allow_unused=True, materialize_grads=True)
+        found = torch.autograd.grad(
+            value, list(named.values()), allow_unused=True, materialize_grads=True
+        )
         found = [g.to_dense() for g in found]
         norm = torch.stack([g.norm() for g in found]).norm()
         rows.append([g * min(1.0, CLIP / float(norm)) for g in found])
@@ -96,7 +112,9 @@ def check(name, mode, settings):
     model, steps, kept = copy.deepcopy(plain), 0, None
     try:
         model = replace_layers(model)
-        module, optimizer, criterion, loader = private(model, TensorDataset(x, y), mode, draws, order != "unwrapped")
+        module, optimizer, criterion, loader = private(
+            model, TensorDataset(x, y), mode, draws, order != "unwrapped"
+        )
         called = model if order == "unwrapped" else module
         for inputs, targets in itertools.islice(loader, STEPS):
             if order == "evaluated before":
@@ -118,7 +136,8 @@ def check(name, mode, settings):
         assert str(error).partition(" ")[0] in NAMES, error
         return error
     except (RuntimeError, IndexError) as error:
-        # Without the engine's module around it, that a model takes no empty batch is its own affair.
+        # Without the engine's module around it, that a model takes no empty batch is its own
+        # affair.
         if order != "unwrapped" or draws == "everybody":
             raise
         with pytest.raises(type(error)):
@@ -128,11 +147,14 @@ def check(name, mode, settings):
 
 
 def check_sums(plain, case, kept, x, y, rows, state):
-    kept = {own: kept[own] for own, p in plain.named_parameters() if p.requires_grad}  # and no buffers
+    # and no buffers
+    kept = {own: kept[own] for own, p in plain.named_parameters() if p.requires_grad}
     # A layer that keeps something of its examples keeps nothing of an empty draw.
     assert not (case.refused and state == "train" and len(rows))
     if case.random and state == "train":
-        assert torch.stack([s.norm() for s in kept.values()]).norm() <= CLIP * len(rows) * (1 + 1e-5)
+        assert torch.stack([s.norm() for s in kept.values()]).norm() <= CLIP * len(rows) * (
+            1 + 1e-5
+        )
         return
     for own, g in gradients_alone(plain, x[rows], y[rows]).items() if rows else ():
         assert (kept[own] - g.sum(0)).norm() <= 1e-4 * CLIP * N
@@ -145,7 +167,8 @@ def test_a_layer_is_trained_as_autograd_says_or_refused(name, mode, settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", PRODUCT[4::9], ids=name_of)  # of the whole product, which takes half an hour
+# of the whole product, which takes half an hour
+@pytest.mark.parametrize("settings", PRODUCT[4::9], ids=name_of)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_layer_in_every_way_is_trained_as_autograd_says_or_refused(mode, settings):
     for name in layers.CASES:
@@ -153,8 +176,15 @@ def test_every_layer_in_every_way_is_trained_as_autograd_says_or_refused(mode, s
 
 
 # Which layers are refused in training mode as they are: a refusal must not spread unseen.
-REFUSED = {"BatchNorm1d", "BatchNorm2d", "Embedding with max_norm", "InstanceNorm2d with statistics", "spectral_norm"}
-BY_HOOKS = {"T5LayerSelfAttention"}  # a table of positions (T, T) that is looked up once for all examples
+REFUSED = {
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "Embedding with max_norm",
+    "InstanceNorm2d with statistics",
+    "spectral_norm",
+}
+# a table of positions (T, T) that is looked up once for all examples
+BY_HOOKS = {"T5LayerSelfAttention"}
 BY_GHOST = {"Embedding scaled by frequency", "Embedding with sparse gradients"} | {
     "weights that are tied",
     "a layer that is used twice",
@@ -164,15 +194,24 @@ BY_GHOST = {"Embedding scaled by frequency", "Embedding with sparse gradients"} 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode, more", [("hooks", set()), ("ghost", BY_GHOST)])
 def test_all_but_those_that_mix_or_keep_something_are_taken_with_an_empty_draw_first(mode, more):
-    found = {name: check(name, mode, ("train", "nothing", "nobody first", "once")) for name in layers.CASES}
+    found = {
+        name: check(name, mode, ("train", "nothing", "nobody first", "once"))
+        for name in layers.CASES
+    }
     refused = {name: str(what) for name, what in found.items() if isinstance(what, ValueError)}
     assert refused.keys() == REFUSED | BY_HOOKS | more
     assert "relative_attention_bias" in refused["T5LayerSelfAttention"]
 
 
-@pytest.mark.parametrize("name", ["RNN", "LSTM", "GRU", "MultiheadAttention", "TransformerEncoderLayer"])
-def test_layers_that_no_hook_sees_into_are_refused_with_the_name_of_those_that_compute_the_same(name):
+@pytest.mark.parametrize(
+    "name", ["RNN", "LSTM", "GRU", "MultiheadAttention", "TransformerEncoderLayer"]
+)
+def test_layers_that_no_hook_sees_into_are_refused_with_the_name_of_those_that_compute_the_same(
+    name,
+):
     case = layers.CASES[name]
-    data = TensorDataset(case.inputs(N, torch.Generator().manual_seed(0)), torch.arange(N) % layers.CLASSES)
+    data = TensorDataset(
+        case.inputs(N, torch.Generator().manual_seed(0)), torch.arange(N) % layers.CLASSES
+    )
     with pytest.raises(ValueError, match="'layer.*dpcompanion.engine.*replace_layers"):
         private(case.build(), data, "hooks", "everybody", wrap_model=True)

@@ -1,4 +1,6 @@
-"""Where the engine's draws and noise come from, and that no two runs, processes or resumptions share them."""
+"""Where the engine's draws and noise come from, and that no two runs, processes or resumptions
+share them.
+"""
 
 import io
 import os
@@ -24,10 +26,15 @@ N, DELTA = 40, 1e-5
 
 
 def private(*, model=None, mode="hooks", engine=None, loader_generator=None, **options):
-    """An engine and what it returns, the criterion before the loader; by default nothing is seeded but the model."""
+    """An engine and what it returns, the criterion before the loader; by default nothing is seeded
+    but the model.
+    """
     torch.manual_seed(7)
     data = TensorDataset(torch.randn(N, 4), torch.arange(N) % 3)
-    model, engine = model or nn.Linear(4, 3), engine or IndividualizedPrivacyEngine(accountant="rdp")
+    model, engine = (
+        model or nn.Linear(4, 3),
+        engine or IndividualizedPrivacyEngine(accountant="rdp"),
+    )
     dtype = next(model.parameters()).dtype
     data = TensorDataset(data.tensors[0].to(dtype), data.tensors[1])
     module, optimizer, *rest = engine.make_private_with_budgets(
@@ -47,12 +54,19 @@ def private(*, model=None, mode="hooks", engine=None, loader_generator=None, **o
 
 def trained(model, optimizer, criterion, loader):
     """One epoch; the noise of each step, in standard deviations, and the draws."""
-    noise, draws, own, std = [], [], optimizer.add_noise, optimizer.noise_multiplier * optimizer.max_grad_norm
+    noise, draws, own, std = (
+        [],
+        [],
+        optimizer.add_noise,
+        optimizer.noise_multiplier * optimizer.max_grad_norm,
+    )
 
     def noted():
         sums = torch.cat([p.summed_grad.detach().flatten().double() for p in optimizer.params])
         own()
-        noise.append((torch.cat([p.grad.flatten().double() for p in optimizer.params]) - sums) / std)
+        noise.append(
+            (torch.cat([p.grad.flatten().double() for p in optimizer.params]) - sums) / std
+        )
         draws.append(loader.batch_sampler.last)
 
     optimizer.add_noise = noted
@@ -83,7 +97,10 @@ def test_without_a_generator_two_runs_of_one_script_share_neither_draws_nor_nois
 
 @pytest.mark.parametrize("seeded", [False, True])
 def test_the_noise_is_gaussian_and_independent_for_a_model_in_float32(seeded):
-    _, *parts = private(model=nn.Linear(4, 6000), noise_generator=torch.Generator().manual_seed(1) if seeded else None)
+    _, *parts = private(
+        model=nn.Linear(4, 6000),
+        noise_generator=torch.Generator().manual_seed(1) if seeded else None,
+    )
     noise, _ = trained(*parts)
     assert noise.shape == (4, 30_000)
     assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-6
@@ -93,16 +110,22 @@ def test_the_noise_is_gaussian_and_independent_for_a_model_in_float32(seeded):
 
 
 def test_noise_is_drawn_and_added_in_float64_whatever_the_type_of_the_model():
-    _, model, optimizer, criterion, loader = private(noise_generator=torch.Generator().manual_seed(1))
+    _, model, optimizer, criterion, loader = private(
+        noise_generator=torch.Generator().manual_seed(1)
+    )
     x, y = next(iter(loader))
     criterion(model(x), y).backward()
     state = optimizer.generator.get_state()
     optimizer.clip_and_accumulate()
     sums = torch.cat([p.summed_grad.flatten() for p in optimizer.params])
     optimizer.add_noise()
-    expected = gaussian_noise(sums.shape, optimizer.noise_multiplier * 0.5, torch.Generator().set_state(state))
+    expected = gaussian_noise(
+        sums.shape, optimizer.noise_multiplier * 0.5, torch.Generator().set_state(state)
+    )
     assert sums.dtype == torch.float32
-    assert torch.equal(torch.cat([p.grad.flatten() for p in optimizer.params]), (sums.double() + expected).float())
+    assert torch.equal(
+        torch.cat([p.grad.flatten() for p in optimizer.params]), (sums.double() + expected).float()
+    )
 
 
 def test_sum_and_noise_of_a_release_lie_on_one_grid():
@@ -126,7 +149,10 @@ def test_draws_of_a_release_are_the_coins_of_its_stream():
 
 def test_secure_mode_takes_no_generator_and_needs_no_other_package_than_the_stream():
     engine = IndividualizedPrivacyEngine(secure_mode=True)
-    for options in ({"noise_generator": torch.Generator()}, {"loader_generator": torch.Generator()}):
+    for options in (
+        {"noise_generator": torch.Generator()},
+        {"loader_generator": torch.Generator()},
+    ):
         refused("secure", private, engine=engine, **options)
     _, *parts = private(engine=engine)
     trained(*parts)
@@ -140,12 +166,19 @@ def test_a_run_with_keys_goes_on_where_it_stopped_and_its_checkpoint_does_not_ho
     engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
     assert stat.S_IMODE(os.stat(key).st_mode) == 0o600
     for stream in engine.accountant.generators().values():
-        assert stream.key not in path.read_bytes() and stream.key.hex().encode() not in path.read_bytes()
+        assert (
+            stream.key not in path.read_bytes()
+            and stream.key.hex().encode() not in path.read_bytes()
+        )
     noise, draws = trained(model, optimizer, *rest)
     again, second, its_optimizer, *its_rest = private()
     again.load_checkpoint(path=path, module=second, optimizer=its_optimizer)
     later_noise, later_draws = trained(second, its_optimizer, *its_rest)
-    assert later_draws == draws and torch.equal(later_noise, noise) and torch.equal(weights(second), weights(model))
+    assert (
+        later_draws == draws
+        and torch.equal(later_noise, noise)
+        and torch.equal(weights(second), weights(model))
+    )
     engine.save_checkpoint(path=path, module=model, optimizer=optimizer)  # the budgets are spent
     assert not key.exists()
 
@@ -165,7 +198,9 @@ def test_without_its_keys_a_run_goes_on_with_noise_of_its_own(tmp_path):
 
 
 def test_on_other_data_a_run_with_keys_goes_on_with_noise_of_its_own(tmp_path):
-    """The difference of two models from one checkpoint would show the examples that differ, without noise."""
+    """The difference of two models from one checkpoint would show the examples that differ, without
+    noise.
+    """
     path, noises = tmp_path / "run.pt", []
     engine, model, optimizer, *_ = private()
     engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
@@ -175,14 +210,18 @@ def test_on_other_data_a_run_with_keys_goes_on_with_noise_of_its_own(tmp_path):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             again.load_checkpoint(path=path, module=second, optimizer=its_optimizer)
-        assert changed == any("a run on other data, whose noise is not used again" in str(w.message) for w in said)
+        assert changed == any(
+            "a run on other data, whose noise is not used again" in str(w.message) for w in said
+        )
         noises.append(trained(second, its_optimizer, criterion, its_loader)[0])
     assert float((noises[0] - noises[1]).abs().max()) > 1
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 def test_no_two_runs_from_one_checkpoint_give_one_noise_to_different_draws(mode, tmp_path):
-    """Written between a draw and its step, a checkpoint gave the noise of the step to the draw after it."""
+    """Written between a draw and its step, a checkpoint gave the noise of the step to the draw
+    after it.
+    """
     path = tmp_path / "run.pt"
     engine, model, optimizer, criterion, loader = private(mode=mode)
 
@@ -210,8 +249,12 @@ def test_no_two_runs_from_one_checkpoint_give_one_noise_to_different_draws(mode,
 
 
 @pytest.mark.parametrize("generators", ["given", "one for both", "none"])
-def test_neither_a_checkpoint_nor_a_pass_chooses_what_the_next_noise_is_added_to(generators, tmp_path):
-    """In the middle of a pass the loader's own use of its generator, and an evaluation, gave other draws."""
+def test_neither_a_checkpoint_nor_a_pass_chooses_what_the_next_noise_is_added_to(
+    generators, tmp_path
+):
+    """In the middle of a pass the loader's own use of its generator, and an evaluation, gave other
+    draws.
+    """
     path = tmp_path / "run.pt"
     one = torch.Generator().manual_seed(1)
     options = {
@@ -251,7 +294,9 @@ def test_a_stream_is_never_set_back_and_a_spoilt_key_leaves_none_of_it_behind(tm
     assert stream.get_state() == {"calls": 1}
     engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
     keys = (tmp_path / "run.pt.key").read_text(encoding="utf-8")
-    (tmp_path / "run.pt.key").write_text(keys.replace('"sampling": "', '"sampling": "x'), encoding="utf-8")
+    (tmp_path / "run.pt.key").write_text(
+        keys.replace('"sampling": "', '"sampling": "x'), encoding="utf-8"
+    )
     again, second, its_optimizer, *_ = private()
     refused("damaged", again.load_checkpoint, path=path, module=second, optimizer=its_optimizer)
     assert all(g.key.hex() not in keys for g in again.accountant.generators().values())
@@ -299,7 +344,10 @@ def test_a_seed_repeats_the_run_and_is_that_of_train():
     assert runs[0][1] == runs[1][1] and torch.equal(runs[0][0], runs[1][0])
     other, _ = trained(*private(seed=2**80 + 5 + 2**32)[1:])
     assert float((other - runs[0][0]).abs().max()) > 1
-    for options in ({"noise_generator": torch.Generator()}, {"loader_generator": torch.Generator()}):
+    for options in (
+        {"noise_generator": torch.Generator()},
+        {"loader_generator": torch.Generator()},
+    ):
         refused("seed", private, seed=1, **options)
     refused("seed", private, seed=-1)
     refused("secure", private, engine=IndividualizedPrivacyEngine(secure_mode=True), seed=1)
@@ -318,10 +366,14 @@ def test_a_seeded_run_goes_on_where_it_stopped_without_keys_and_with_its_own_see
     assert later_draws == draws and torch.equal(later_noise, noise)
     for options in ({"seed": 4}, {}, {"noise_generator": torch.Generator().manual_seed(3)}):
         other, third, its_optimizer, *_ = private(**options)
-        refused("generators", other.load_checkpoint, path=path, module=third, optimizer=its_optimizer)
+        refused(
+            "generators", other.load_checkpoint, path=path, module=third, optimizer=its_optimizer
+        )
 
 
-@pytest.mark.parametrize("source", [lambda: {"seed": 7}, lambda: {"noise_generator": torch.Generator().manual_seed(7)}])
+@pytest.mark.parametrize(
+    "source", [lambda: {"seed": 7}, lambda: {"noise_generator": torch.Generator().manual_seed(7)}]
+)
 def test_noise_that_was_used_on_other_data_in_the_same_folder_is_warned_of(source, tmp_path):
     def saved(name, data=None, **options):
         engine, model, optimizer, *_ = private(**options)
@@ -331,7 +383,12 @@ def test_noise_that_was_used_on_other_data_in_the_same_folder_is_warned_of(sourc
     changed = TensorDataset(torch.zeros(N, 4), torch.arange(N) % 3)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*same noise")
-        saved("one.pt", **source()), saved("one.pt", **source()), saved("free.pt"), saved("other.pt", changed)
+        (
+            saved("one.pt", **source()),
+            saved("one.pt", **source()),
+            saved("free.pt"),
+            saved("other.pt", changed),
+        )
     with pytest.warns(RuntimeWarning, match="seed"):
         saved("two.pt", changed, **source())
     with pytest.warns(RuntimeWarning, match="same noise"):

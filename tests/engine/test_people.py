@@ -1,4 +1,6 @@
-"""Persons as units of the engine: draws, clip norms, budgets and filters are theirs, however many rows they have."""
+"""Persons as units of the engine: draws, clip norms, budgets and filters are theirs, however many
+rows they have.
+"""
 
 from typing import Any
 
@@ -32,9 +34,22 @@ def rows_of(person):
     return [i for i, who in enumerate(PEOPLE) if who == person]
 
 
-def made(people=PEOPLE, at_most=100, *, data=None, model=None, mode="hooks", batch_size=3, filter=None, **options):
+def made(
+    people=PEOPLE,
+    at_most=100,
+    *,
+    data=None,
+    model=None,
+    mode="hooks",
+    batch_size=3,
+    filter=None,
+    **options,
+):
     """Engine, model, optimizer and loader."""
-    engine, model = IndividualizedPrivacyEngine(accountant="rdp"), network() if model is None else model
+    engine, model = (
+        IndividualizedPrivacyEngine(accountant="rdp"),
+        network() if model is None else model,
+    )
     if people is not None and not isinstance(people, (list, torch.Tensor)):
         at_most = None
     own: dict[str, Any] = {"target_epsilons": 3.0, "target_delta": DELTA, "max_grad_norm": CLIP}
@@ -44,7 +59,9 @@ def made(people=PEOPLE, at_most=100, *, data=None, model=None, mode="hooks", bat
     found: Any = make(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
-        data_loader=DataLoader(TensorDataset(*(table() if data is None else data)), batch_size=batch_size),
+        data_loader=DataLoader(
+            TensorDataset(*(table() if data is None else data)), batch_size=batch_size
+        ),
         epochs=EPOCHS,
         grad_sample_mode=mode,
         people=people,
@@ -103,7 +120,10 @@ def test_the_run_is_that_of_train(method):
     )
     # Opacus adds 1e-6 to a norm before it clips.
     torch.testing.assert_close(found, weights(model), rtol=1e-4, atol=1e-4)
-    assert engine.statement().startswith(plan.statement()) and "The noise came from a seed" in engine.statement()
+    assert (
+        engine.statement().startswith(plan.statement())
+        and "The noise came from a seed" in engine.statement()
+    )
     torch.testing.assert_close(engine.get_epsilons(DELTA), plan.epsilon(), rtol=1e-9, atol=0)
     assert list(engine.persons) == sorted(set(PEOPLE))
 
@@ -127,9 +147,15 @@ def test_a_person_is_clipped_once_to_the_sum_over_at_most_k_of_their_rows(mode, 
     plain, chosen = network(), set()
     for batch, labels in (each for _ in range(EPOCHS) for each in loader):
         drawn, rows = loader.dataset.units, loader.dataset.handed_out
-        plain.load_state_dict(dict(zip(plain.state_dict(), (p.detach().clone() for p in model.parameters()))))
+        plain.load_state_dict(
+            dict(zip(plain.state_dict(), (p.detach().clone() for p in model.parameters())))
+        )
         own = {person: [r for r in rows if people.owners[r] == person] for person in drawn}
-        assert len(set(rows)) == len(rows) and torch.equal(batch, x[rows]) and torch.equal(labels, y[rows])
+        assert (
+            len(set(rows)) == len(rows)
+            and torch.equal(batch, x[rows])
+            and torch.equal(labels, y[rows])
+        )
         assert all(len(own[person]) == min(2, int(people.counts[person])) for person in drawn)
         chosen |= set(rows)
         wanted = torch.zeros_like(weights(plain))
@@ -184,13 +210,20 @@ def test_copies_of_a_row_change_no_epsilon_and_move_a_sum_by_at_most_the_clip_no
     budgets = torch.arange(10, dtype=torch.float64) % 3 + 1
     _, few = trained(target_epsilons=budgets)
     _, many = trained(more, data=(x[copies] * 50, y[copies]), target_epsilons=budgets)
-    assert torch.equal(few.get_epsilons(DELTA), many.get_epsilons(DELTA)) and few.statement() == many.statement()
+    assert (
+        torch.equal(few.get_epsilons(DELTA), many.get_epsilons(DELTA))
+        and few.statement() == many.statement()
+    )
     # All are drawn: without a person the sum is another by at most their clip norm.
     sums = []
     for left_out in (None, more[0]):
         kept = torch.tensor([i for i, who in enumerate(more) if who != left_out])
         people = by_person(
-            x[copies[kept]] * 50, y[copies[kept]], [more[i] for i in kept], at_most=99, persons=sorted(set(more))
+            x[copies[kept]] * 50,
+            y[copies[kept]],
+            [more[i] for i in kept],
+            at_most=99,
+            persons=sorted(set(more)),
         )
         _, model, optimizer, loader = made(
             people, data=(x[copies[kept]] * 50, y[copies[kept]]), batch_size=10, target_epsilons=3.0
@@ -213,7 +246,9 @@ def test_rows_in_any_order_and_cut_into_pieces():
     _, model, optimizer, loader = made(at_most=2, batch_size=5)
     sizes = []
     for _ in range(EPOCHS):
-        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer) as pieces:
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+        ) as pieces:
             for a, b in pieces:
                 sizes.append(len(a))
                 optimizer.zero_grad()
@@ -259,15 +294,23 @@ def test_a_filter_charges_persons_for_their_own_gradients(at_most):
     data = by_person(x, y, PEOPLE, at_most=at_most)
     start = network()
     measured = engine.accountant.budgets.measure()
-    assert torch.equal(measured, engine.accountant.budgets.measure())  # the choice is that of the step at hand
+    # the choice is that of the step at hand
+    assert torch.equal(measured, engine.accountant.budgets.measure())
     network_of, loss = data.seen(start, cross_entropy)
     if at_most == 100:
         persons: Any = data.rows(torch.arange(10))
         wanted = gradient_norms(network_of, loss, *persons)
         torch.testing.assert_close(measured, wanted, rtol=1e-9, atol=0)
     run(model, optimizer, loader)
-    assert (filter.spent <= budget).all() and (filter.spent > 0).all() and len(filter.spent.unique()) > 1
-    assert "each patient is charged" in engine.statement() and "number of patients, 10" in engine.statement()
+    assert (
+        (filter.spent <= budget).all()
+        and (filter.spent > 0).all()
+        and len(filter.spent.unique()) > 1
+    )
+    assert (
+        "each patient is charged" in engine.statement()
+        and "number of patients, 10" in engine.statement()
+    )
     with pytest.raises(ValueError, match="filter must be one of the data set's 10 persons"):
         made(
             filter=ExactFilter(
@@ -284,7 +327,9 @@ def test_a_filter_charges_persons_for_their_own_gradients(at_most):
 
 
 def test_rows_that_nearly_cancel_are_summed_before_they_are_clipped():
-    """A mean that is a millionth of its rows is at most its clip norm long, which rows scaled one by one are not."""
+    """A mean that is a millionth of its rows is at most its clip norm long, which rows scaled one
+    by one are not.
+    """
     x = torch.tensor([[1e3, 2.0, 3.0, 4.0], [1e3, 2.0, 3.0, 4.0], [1e-4, 0.0, 0.0, 0.0]])
     y = torch.tensor([0.5, -0.5, 0.0])
     model = nn.Linear(4, 1)
@@ -361,7 +406,11 @@ def test_a_pass_that_looks_sees_the_rows_that_the_step_will_take_and_changes_no_
     [
         ({"mode": "ghost"}, ValueError, "people must be None in ghost mode"),
         ({"batch_first": False}, ValueError, "people must be None where batch_first is False"),
-        ({"people": PEOPLE[1:]}, ValueError, "people must name a person for each of the 30 rows, got 29"),
+        (
+            {"people": PEOPLE[1:]},
+            ValueError,
+            "people must name a person for each of the 30 rows, got 29",
+        ),
         ({"people": [[1, 2]] * ROWS}, ValueError, "people must name one person a row"),
         ({"at_most": 0}, ValueError, "at_most must lie in"),
         ({"at_most": None}, ValueError, "people and at_most must be given both"),
@@ -378,7 +427,9 @@ def test_what_persons_cannot_be_is_refused_by_name(options, error, said):
 
 def test_persons_of_other_rows_are_refused():
     x, y = table()
-    with pytest.raises(ValueError, match="people must name a person for each of the 30 items, got 29"):
+    with pytest.raises(
+        ValueError, match="people must name a person for each of the 30 items, got 29"
+    ):
         made(by_person(x[1:], y[1:], PEOPLE[1:], at_most=1))
 
 
@@ -392,7 +443,11 @@ def test_layers_are_clipped_by_persons_too():
     plain = network()
     wanted = [0.0] * 4
     for person in sorted(set(PEOPLE)):
-        parts = by_hand(plain, rows_of(person), x, y, "mean").split([p.numel() for p in plain.parameters()])
-        wanted = [w + g * min(1.0, c / (float(g.norm()) + 1e-6)) for w, g, c in zip(wanted, parts, norms)]
+        parts = by_hand(plain, rows_of(person), x, y, "mean").split(
+            [p.numel() for p in plain.parameters()]
+        )
+        wanted = [
+            w + g * min(1.0, c / (float(g.norm()) + 1e-6)) for w, g, c in zip(wanted, parts, norms)
+        ]
     for p, own in zip(optimizer.params, wanted):
         torch.testing.assert_close(p.summed_grad.flatten(), own, rtol=1e-6, atol=1e-8)

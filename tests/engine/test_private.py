@@ -36,11 +36,22 @@ BUDGETS = torch.tensor([1.0, 2.0, 4.0]).repeat_interleave(20)
 
 def data(n=N, features=4):
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(n, features, generator=generator), torch.randint(3, (n,), generator=generator))
+    return TensorDataset(
+        torch.randn(n, features, generator=generator), torch.randint(3, (n,), generator=generator)
+    )
 
 
 def private(
-    *, engine=None, dataset=None, batch_size=15, budgets=BUDGETS, lr=0.1, seed=0, model=None, collate_fn=None, **options
+    *,
+    engine=None,
+    dataset=None,
+    batch_size=15,
+    budgets=BUDGETS,
+    lr=0.1,
+    seed=0,
+    model=None,
+    collate_fn=None,
+    **options,
 ):
     """The engine and what it returns, with an unseeded loader and a seeded noise generator."""
     torch.manual_seed(7)
@@ -111,20 +122,31 @@ def test_equal_budgets_give_the_parameters_of_opacus_itself():
 
 @pytest.mark.parametrize(
     "method, weight, accountant",
-    [("sample", None, "rdp"), ("scale", None, "rdp"), ("combined", 0.5, "rdp"), ("scale", None, "pld")],
+    [
+        ("sample", None, "rdp"),
+        ("scale", None, "rdp"),
+        ("combined", 0.5, "rdp"),
+        ("scale", None, "pld"),
+    ],
 )
 def test_every_example_spends_its_own_budget(method, weight, accountant):
     engine, model, optimizer, loader = private(
-        engine=IndividualizedPrivacyEngine(accountant=accountant), method=method, sample_weight=weight
+        engine=IndividualizedPrivacyEngine(accountant=accountant),
+        method=method,
+        sample_weight=weight,
     )
     assert engine.get_epsilons(DELTA).tolist() == [0.0] * N and engine.get_epsilon(DELTA) == 0
     steps(model, optimizer, loader)
     half = engine.get_epsilons(DELTA)
     for i in (0, 25, 59):
-        run = {"sample_rate": float(engine.sample_rates[i]), "noise_multiplier": float(engine.noise_multipliers[i])}
+        run = {
+            "sample_rate": float(engine.sample_rates[i]),
+            "noise_multiplier": float(engine.noise_multipliers[i]),
+        }
         # The noise that training adds over the example's own clip norm.
         assert run["noise_multiplier"] == pytest.approx(
-            optimizer.noise_multiplier * optimizer.max_grad_norm / float(engine.max_grad_norms[i]), rel=1e-9
+            optimizer.noise_multiplier * optimizer.max_grad_norm / float(engine.max_grad_norms[i]),
+            rel=1e-9,
         )
         assert half[i] == compute_epsilon(**run, steps=4, delta=DELTA, accountant=accountant)
     steps(model, optimizer, loader)
@@ -135,9 +157,12 @@ def test_every_example_spends_its_own_budget(method, weight, accountant):
 
 def test_budgets_are_one_number_one_for_each_or_shares():
     one, each, shares = (
-        private(budgets=budgets)[0] for budgets in (2.0, torch.full((N,), 2.0), {1.0: 0.25, 4.0: 0.75})
+        private(budgets=budgets)[0]
+        for budgets in (2.0, torch.full((N,), 2.0), {1.0: 0.25, 4.0: 0.75})
     )
-    assert torch.equal(one.noise_multipliers, each.noise_multipliers) and one.noise_multipliers.shape == (N,)
+    assert torch.equal(
+        one.noise_multipliers, each.noise_multipliers
+    ) and one.noise_multipliers.shape == (N,)
     dealt = budgets_for({1.0: 0.25, 4.0: 0.75}, N)
     expected = private(budgets=dealt)[0]
     assert torch.equal(shares.noise_multipliers, expected.noise_multipliers)
@@ -165,7 +190,9 @@ def test_with_a_different_budget_for_everybody_nobody_exceeds_it():
 
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_everybodys_epsilon_and_an_examples_are_by_one_accountant(accountant):
-    engine, model, optimizer, loader = private(engine=IndividualizedPrivacyEngine(accountant=accountant), epochs=3)
+    engine, model, optimizer, loader = private(
+        engine=IndividualizedPrivacyEngine(accountant=accountant), epochs=3
+    )
     steps(model, optimizer, loader)
     for delta in (DELTA, 1e-3, 1e-9):
         own = engine.get_epsilons(delta)
@@ -177,7 +204,9 @@ def test_everybodys_epsilon_and_an_examples_are_by_one_accountant(accountant):
             delta=delta,
             accountant=accountant,
         )
-        assert bool((own <= everybody).all()) and float(own.max()) == pytest.approx(everybody, rel=1e-8)
+        assert bool((own <= everybody).all()) and float(own.max()) == pytest.approx(
+            everybody, rel=1e-8
+        )
 
 
 def test_the_engine_and_the_three_methods_have_one_default():
@@ -229,7 +258,9 @@ def test_a_step_hook_of_ones_own_leaves_the_count_of_steps_as_it_is(mode):
     seen = []
     optimizer.attach_step_hook(lambda of: seen.append(of))
     steps(model, optimizer, loader, criterion)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as small:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
+    ) as small:
         steps(model, optimizer, small, criterion)
     assert len(engine.accountant) == len(seen) == 8
     with pytest.raises(RuntimeError, match="budgets"):
@@ -270,7 +301,9 @@ def test_every_gradient_is_clipped_to_its_own_norm_and_the_sum_is_divided_by_a_p
     engine, model, optimizer, *rest = private(grad_sample_mode=mode, max_grad_norm=0.05, lr=1.0)
     without_noise(optimizer)
     criterion, loader = rest if mode == "ghost" else (nn.CrossEntropyLoss(), *rest)
-    plain.load_state_dict({name.removeprefix("_module."): value for name, value in model.state_dict().items()})
+    plain.load_state_dict(
+        {name.removeprefix("_module."): value for name, value in model.state_dict().items()}
+    )
     (x, y), before = next(iter(loader)), weights(model)
     expected = clipped_sum(plain, x, y, engine.max_grad_norms[loader.dataset.handed_out])
     optimizer.zero_grad()
@@ -282,10 +315,14 @@ def test_every_gradient_is_clipped_to_its_own_norm_and_the_sum_is_divided_by_a_p
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_one_example_moves_a_sum_by_no_more_than_its_clip_norm_whatever_the_type_of_the_model(dtype, mode):
+def test_one_example_moves_a_sum_by_no_more_than_its_clip_norm_whatever_the_type_of_the_model(
+    dtype, mode
+):
     """Rounded to bfloat16, the sum of a thousand gradients moved by 1.9 clip norms."""
     sums, n, generator = [], 1024, torch.Generator().manual_seed(0)
-    x = (torch.randn(1, 200, generator=generator) + 0.3 * torch.randn(n, 200, generator=generator)).to(dtype)
+    x = (
+        torch.randn(1, 200, generator=generator) + 0.3 * torch.randn(n, 200, generator=generator)
+    ).to(dtype)
     for present in (1, 0):
         x[7] *= present
         dataset = TensorDataset(x.clone(), torch.zeros(n))
@@ -317,8 +354,12 @@ class Halves(nn.Module):
 
 
 def test_no_gradient_is_longer_than_its_clip_norm_in_a_model_of_two_types():
-    dataset = TensorDataset(torch.randn(N, 102, generator=torch.Generator().manual_seed(0)), torch.zeros(N))
-    engine, model, optimizer, loader = private(model=Halves(), dataset=dataset, batch_size=1, epochs=1)
+    dataset = TensorDataset(
+        torch.randn(N, 102, generator=torch.Generator().manual_seed(0)), torch.zeros(N)
+    )
+    engine, model, optimizer, loader = private(
+        model=Halves(), dataset=dataset, batch_size=1, epochs=1
+    )
     own = engine.accountant.budgets.clip_norms()
     found = []
     for x, _ in loader:
@@ -341,12 +382,16 @@ def test_parameters_to_which_noise_cannot_go_in_full_are_refused():
 @pytest.mark.slow
 def test_a_memory_manager_changes_nothing(method, mode):
     def trained(pieces):
-        _, model, optimizer, *rest = private(method=method, grad_sample_mode=mode, max_grad_norm=0.05)
+        _, model, optimizer, *rest = private(
+            method=method, grad_sample_mode=mode, max_grad_norm=0.05
+        )
         criterion, loader = rest if mode == "ghost" else (None, *rest)
         if pieces is None:
             steps(model, optimizer, loader, criterion, epochs=2)
         else:
-            with BatchMemoryManager(data_loader=loader, max_physical_batch_size=pieces, optimizer=optimizer) as small:
+            with BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=pieces, optimizer=optimizer
+            ) as small:
                 steps(model, optimizer, small, criterion, epochs=2)
         return weights(model)
 
@@ -356,7 +401,9 @@ def test_a_memory_manager_changes_nothing(method, mode):
 
 
 def test_looking_through_the_managed_loader_and_leaving_it_early_joins_no_draws():
-    """The signals of Opacus's memory manager then lie; each step still holds examples of one draw, each once."""
+    """The signals of Opacus's memory manager then lie; each step still holds examples of one draw,
+    each once.
+    """
     engine, model, optimizer, loader = private(epochs=30, method="sample", budgets=BUDGETS * 5)
     taken, added = [], optimizer.clip_and_accumulate
 
@@ -366,15 +413,21 @@ def test_looking_through_the_managed_loader_and_leaving_it_early_joins_no_draws(
 
     optimizer.clip_and_accumulate, ends = noting, []
     noise = optimizer.add_noise
-    optimizer.add_noise = lambda: (ends.append((len(taken), [p.summed_grad.norm() for p in optimizer.params])), noise())
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as small:
+    optimizer.add_noise = lambda: (
+        ends.append((len(taken), [p.summed_grad.norm() for p in optimizer.params])),
+        noise(),
+    )
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
+    ) as small:
         for _ in range(4):
             model.eval()
             with torch.no_grad():
                 for x, _ in small:  # an evaluation: nothing is learned
                     model(x)
             model.train()
-            for count, (x, y) in enumerate(small):  # a training that is left in the middle of a draw
+            # a training that is left in the middle of a draw
+            for count, (x, y) in enumerate(small):
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
@@ -382,7 +435,8 @@ def test_looking_through_the_managed_loader_and_leaving_it_early_joins_no_draws(
                     break
     start = 0
     for end, _ in ends:
-        # What ends in this step: the pieces of its own draw; pieces of a draw that was left do not count.
+        # What ends in this step: the pieces of its own draw; pieces of a draw that was left do not
+        # count.
         draw = taken[end - 1][0]
         examples = [i for number, batch in taken[start:end] for i in batch if number == draw]
         assert len(examples) == len(set(examples))
@@ -395,7 +449,9 @@ def test_a_draw_that_is_left_half_way_adds_nothing_to_the_next():
     def trained(leave_one):
         _, model, optimizer, loader = private(max_grad_norm=0.05, epochs=3)
         without_noise(optimizer)
-        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as small:
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=3, optimizer=optimizer
+        ) as small:
             iterator = iter(small)
             if leave_one:
                 x, y = next(iterator)
@@ -417,7 +473,8 @@ def test_there_is_one_sequence_of_draws_and_no_pass_is_a_way_out_of_it():
     assert len(coming) == len(draws) and list(draws) == coming
     for own in coming:
         left = iter(draws)
-        next(left), next(left)  # whoever stops at a draw begins again with the first that is no step
+        # whoever stops at a draw begins again with the first that is no step
+        next(left), next(left)
         steps(model, optimizer, [next(iter(loader))])
         assert loader.dataset.handed_out == own
     iterator = iter(loader)
@@ -459,7 +516,9 @@ def test_other_examples_than_those_handed_out_are_refused(mode):
 
 def test_a_step_without_the_loader_is_refused():
     _, model, optimizer, _ = private()
-    nn.functional.cross_entropy(model(torch.randn(5, 4)), torch.zeros(5, dtype=torch.long)).backward()
+    nn.functional.cross_entropy(
+        model(torch.randn(5, 4)), torch.zeros(5, dtype=torch.long)
+    ).backward()
     refused("loader", optimizer.step)
 
 
@@ -487,7 +546,9 @@ class Compared(nn.Module):
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 @pytest.mark.parametrize("size", [1.0, 1e3, 1e5])
 def test_items_that_are_nearly_alike_move_a_sum_by_their_clip_norm_at_most(mode, size):
-    """Opacus's ghost norms lack what cancels over positions in float32: shares were up to twice the clip norm."""
+    """Opacus's ghost norms lack what cancels over positions in float32: shares were up to twice the
+    clip norm.
+    """
     torch.manual_seed(3)
     x = size * (1 + torch.rand(N, 1, 64)) + size / 1e4 * torch.randn(N, 2, 64)
     _, model, optimizer, *rest = private(
@@ -523,12 +584,20 @@ def test_in_ghost_mode_a_loss_that_does_not_clip_is_refused():
     assert torch.equal(before, weights(model)) and len(engine.accountant) == 1
 
 
-@pytest.mark.parametrize("method, mode", [("sample", "hooks"), ("scale", "hooks"), ("scale", "ghost")])
+@pytest.mark.parametrize(
+    "method, mode", [("sample", "hooks"), ("scale", "hooks"), ("scale", "ghost")]
+)
 def test_noise_has_the_deviation_that_was_told_and_empty_batches_take_a_step_of_noise(method, mode):
     model = nn.Linear(4, 3000)
     dataset = TensorDataset(torch.zeros(N, 4), torch.zeros(N, dtype=torch.long))
     engine, model, optimizer, *rest = private(
-        model=model, dataset=dataset, batch_size=1, epochs=1, method=method, lr=1.0, grad_sample_mode=mode
+        model=model,
+        dataset=dataset,
+        batch_size=1,
+        epochs=1,
+        method=method,
+        lr=1.0,
+        grad_sample_mode=mode,
     )
     criterion, loader = rest if mode == "ghost" else (nn.CrossEntropyLoss(), *rest)
     sizes, moves = [], []
@@ -538,7 +607,8 @@ def test_noise_has_the_deviation_that_was_told_and_empty_batches_take_a_step_of_
         criterion(model(x), y).backward()
         optimizer.step()
         sizes.append(len(x))
-        moves.append(next(model.parameters()).detach() - before)  # inputs are zero: the weight moves by noise alone
+        # inputs are zero: the weight moves by noise alone
+        moves.append(next(model.parameters()).detach() - before)
     assert 0 in sizes and len(engine.accountant) == 60
     expected = optimizer.noise_multiplier * 0.5 / float(engine.sample_rates.sum())
     assert float(engine.sample_rates.sum()) == pytest.approx(1.0)
@@ -551,11 +621,15 @@ def test_noise_has_the_deviation_that_was_told_and_empty_batches_take_a_step_of_
 @pytest.mark.parametrize("least", [1, 2])
 def test_a_loop_that_leaves_out_small_draws_is_refused_and_an_evaluation_is_not(least, pieces):
     """Left out and not accounted for, empty draws made a rate of 0.025 one of 0.039."""
-    engine, model, optimizer, loader = private(dataset=data(10), budgets=torch.ones(10), batch_size=1, epochs=20)
+    engine, model, optimizer, loader = private(
+        dataset=data(10), budgets=torch.ones(10), batch_size=1, epochs=20
+    )
     with contextlib.ExitStack() as stack:
         if pieces:
             loader = stack.enter_context(
-                BatchMemoryManager(data_loader=loader, max_physical_batch_size=pieces, optimizer=optimizer)
+                BatchMemoryManager(
+                    data_loader=loader, max_physical_batch_size=pieces, optimizer=optimizer
+                )
             )
         for _ in range(3):
             list(loader)
@@ -569,7 +643,9 @@ def test_a_loop_that_leaves_out_small_draws_is_refused_and_an_evaluation_is_not(
 
 
 def test_a_single_empty_draw_that_is_left_out_is_refused():
-    _, model, optimizer, loader = private(dataset=data(10), budgets=torch.ones(10), batch_size=1, epochs=20)
+    _, model, optimizer, loader = private(
+        dataset=data(10), budgets=torch.ones(10), batch_size=1, epochs=20
+    )
     draws = iter(loader)
     for x, y in draws:
         if not len(x):
@@ -580,7 +656,11 @@ def test_a_single_empty_draw_that_is_left_out_is_refused():
 
 def test_every_group_is_drawn_at_its_own_rate_and_independently():
     engine, _, _, loader = private(
-        dataset=data(600), budgets=BUDGETS.repeat_interleave(10), method="sample", epochs=1, batch_size=150
+        dataset=data(600),
+        budgets=BUDGETS.repeat_interleave(10),
+        method="sample",
+        epochs=1,
+        batch_size=150,
     )
     draws = torch.zeros(400, 600)
     for row in draws:
@@ -588,10 +668,15 @@ def test_every_group_is_drawn_at_its_own_rate_and_independently():
     rates = engine.sample_rates.float()
     for group in (slice(0, 200), slice(200, 400), slice(400, 600)):
         rate, count = float(rates[group][0]), draws[:, group].numel()
-        assert float(draws[:, group].mean()) == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / count))
-    # Independent coins: batch sizes vary by the sum of q (1 - q), and neither examples nor steps are correlated.
+        assert float(draws[:, group].mean()) == pytest.approx(
+            rate, abs=4 * math.sqrt(rate * (1 - rate) / count)
+        )
+    # Independent coins: batch sizes vary by the sum of q (1 - q), and neither examples nor steps
+    # are correlated.
     sizes = draws.sum(dim=1)
-    assert float(sizes.var()) == pytest.approx(float((rates * (1 - rates)).sum()), rel=4 * math.sqrt(2 / 400))
+    assert float(sizes.var()) == pytest.approx(
+        float((rates * (1 - rates)).sum()), rel=4 * math.sqrt(2 / 400)
+    )
     centred = (draws - rates) / torch.sqrt(rates * (1 - rates))
     pairs = centred.T @ centred / 400
     off_diagonal = pairs[~torch.eye(600, dtype=torch.bool)]
@@ -635,7 +720,9 @@ def test_a_checkpoint_from_before_the_steps_taken_is_refused():
 
 
 class Elsewhere(torch.Tensor):
-    """Stands for a tensor on a GPU: it must be brought home before anything else is done with it."""
+    """Stands for a tensor on a GPU: it must be brought home before anything else is done with
+    it.
+    """
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -664,10 +751,13 @@ def test_the_engine_states_what_its_plan_would(method):
     engine, *_ = private(method=method)
     said = engine.statement()
     assert said.startswith(
-        "Neighbours differ in one example, whose gradients are zero in one of them (zero-out; the number of examples, "
+        "Neighbours differ in one example, whose gradients are zero in one of them (zero-out; the "
+        "number of examples, "
         "60, is public, and so is the divisor 15); Poisson sampling at rate 0."
     )
-    assert ("rate 0.25, " in said) == (method == "scale") and ("clip norm 0.5," in said) == (method == "sample")
+    assert ("rate 0.25, " in said) == (method == "scale") and ("clip norm 0.5," in said) == (
+        method == "sample"
+    )
     assert "8 steps" in said and "delta 1e-05, accountant rdp. Epsilon at most " in said
     with pytest.raises(ValueError, match="budgets"):
         IndividualizedPrivacyEngine(accountant="rdp").statement()
@@ -700,14 +790,26 @@ def test_a_checkpoint_that_was_damaged_is_refused_before_anything_is_loaded(tmp_
     again, second, second_optimizer, _ = private()
     before = weights(second)
     for place in range(0, len(written), len(written) // 30):
-        (tmp_path / "run.pt").write_bytes(written[:place] + bytes([written[place] ^ 1]) + written[place + 1 :])
+        (tmp_path / "run.pt").write_bytes(
+            written[:place] + bytes([written[place] ^ 1]) + written[place + 1 :]
+        )
         with pytest.raises(ValueError, match="checkpoint"):
-            again.load_checkpoint(path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
+            again.load_checkpoint(
+                path=tmp_path / "run.pt", module=second, optimizer=second_optimizer
+            )
     assert len(again.accountant) == 0 and torch.equal(before, weights(second))
     write_checkpoint(tmp_path / "run.pt", {"identity": {"seed": 0}, "content": {}})
-    refused("another's", again.load_checkpoint, path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
+    refused(
+        "another's",
+        again.load_checkpoint,
+        path=tmp_path / "run.pt",
+        module=second,
+        optimizer=second_optimizer,
+    )
     with pytest.raises(ValueError, match="checkpoint_dict"):
-        engine.save_checkpoint(path=tmp_path / "run.pt", module=model, checkpoint_dict={"code": print})
+        engine.save_checkpoint(
+            path=tmp_path / "run.pt", module=model, checkpoint_dict={"code": print}
+        )
 
 
 def test_a_checkpoint_may_be_an_open_file():
@@ -724,16 +826,32 @@ def test_a_checkpoint_may_be_an_open_file():
 @pytest.mark.parametrize("taken", [132, -1, 2.5, True, math.nan])
 def test_a_checkpoint_of_steps_that_cannot_be_is_refused(taken):
     engine = private()[0]
-    refused("steps", engine.accountant.load_state_dict, {**engine.accountant.state_dict(), "steps": taken})
+    refused(
+        "steps",
+        engine.accountant.load_state_dict,
+        {**engine.accountant.state_dict(), "steps": taken},
+    )
 
 
 def test_a_checkpoint_of_other_budgets_is_refused(tmp_path):
     engine, model, optimizer, _ = private()
     engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
     other, second, second_optimizer, _ = private(budgets=BUDGETS + 1)
-    refused("same budgets", other.load_checkpoint, path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
+    refused(
+        "same budgets",
+        other.load_checkpoint,
+        path=tmp_path / "run.pt",
+        module=second,
+        optimizer=second_optimizer,
+    )
     unseeded, second, second_optimizer, _ = private(noise_generator=None)
-    refused("generators", unseeded.load_checkpoint, path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
+    refused(
+        "generators",
+        unseeded.load_checkpoint,
+        path=tmp_path / "run.pt",
+        module=second,
+        optimizer=second_optimizer,
+    )
 
 
 def test_a_gradient_that_is_not_finite_contributes_nothing_and_is_counted():
@@ -744,7 +862,9 @@ def test_a_gradient_that_is_not_finite_contributes_nothing_and_is_counted():
     with pytest.warns(RuntimeWarning, match="finite"):
         steps(model, optimizer, loader)
     assert optimizer.dropped > 0 and bool(weights(model).isfinite().all())
-    _, model, optimizer, criterion, loader = private(dataset=TensorDataset(x, y), epochs=1, grad_sample_mode="ghost")
+    _, model, optimizer, criterion, loader = private(
+        dataset=TensorDataset(x, y), epochs=1, grad_sample_mode="ghost"
+    )
     with pytest.raises(FloatingPointError, match="use hooks"):
         steps(model, optimizer, loader, criterion)
 
@@ -764,8 +884,12 @@ def loaders():
         "drop_last": DataLoader(whole, batch_size=15, drop_last=True),
         "iterable": DataLoader(Stream(), batch_size=15),
         "batch_size": DataLoader(whole, batch_size=None),
-        "WeightedRandomSampler": DataLoader(whole, batch_size=15, sampler=WeightedRandomSampler(torch.ones(N), N)),
-        "sampler with replacement": DataLoader(whole, batch_size=15, sampler=RandomSampler(whole, replacement=True)),
+        "WeightedRandomSampler": DataLoader(
+            whole, batch_size=15, sampler=WeightedRandomSampler(torch.ones(N), N)
+        ),
+        "sampler with replacement": DataLoader(
+            whole, batch_size=15, sampler=RandomSampler(whole, replacement=True)
+        ),
         "_Batches": DataLoader(whole, batch_sampler=_Batches(SequentialSampler(whole), 15, False)),
     }
 
@@ -797,7 +921,10 @@ class Sequences(Dataset):
 
 def padded(examples):
     tokens, labels = zip(*examples)
-    return {"tokens": nn.utils.rnn.pad_sequence(tokens, batch_first=True), "labels": torch.tensor(labels)}
+    return {
+        "tokens": nn.utils.rnn.pad_sequence(tokens, batch_first=True),
+        "labels": torch.tensor(labels),
+    }
 
 
 def longest_first(examples):
@@ -821,7 +948,9 @@ class Tagger(nn.Module):
 def test_a_collate_function_must_keep_the_order_of_the_examples():
     refused("collate_fn", private, dataset=Sequences(), model=Tagger(), collate_fn=longest_first)
     for collate in (padded, popped):
-        _, model, optimizer, loader = private(dataset=Sequences(), model=Tagger(), collate_fn=collate, epochs=1)
+        _, model, optimizer, loader = private(
+            dataset=Sequences(), model=Tagger(), collate_fn=collate, epochs=1
+        )
         for batch in loader:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(batch["tokens"]), batch["labels"]).backward()
@@ -833,8 +962,14 @@ def test_a_collate_function_must_keep_the_order_of_the_examples():
 def test_bad_input_is_refused_by_name():
     mixing = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     refuses(lambda module: private(model=module), {}, module=[nn.Linear(4, 3).eval(), mixing])
-    refuses(lambda target_epsilons: private(budgets=target_epsilons), {}, target_epsilons=[BUDGETS[:-1], -BUDGETS])
-    refuses(private, {}, method=["both"], grad_sample_mode=["no_op"], sample_weight=[0.5], epochs=[0])
+    refuses(
+        lambda target_epsilons: private(budgets=target_epsilons),
+        {},
+        target_epsilons=[BUDGETS[:-1], -BUDGETS],
+    )
+    refuses(
+        private, {}, method=["both"], grad_sample_mode=["no_op"], sample_weight=[0.5], epochs=[0]
+    )
     refuses(private, {}, target_delta=[1.0], max_grad_norm=[0.0])
     refuses(private, {"method": "combined"}, sample_weight=[None])
 
@@ -879,7 +1014,11 @@ def test_the_data_set_may_yield_anything_and_keeps_its_attributes():
 
 def test_an_empty_batch_has_the_structure_of_the_others_even_if_it_is_the_first():
     tensors = data().tensors[0]
-    for dataset, structure in ((Dictionaries(), {"x": (0, 4), "y": (0,)}), (data(), [(0, 4), (0,)]), (tensors, (0, 4))):
+    for dataset, structure in (
+        (Dictionaries(), {"x": (0, 4), "y": (0,)}),
+        (data(), [(0, 4), (0,)]),
+        (tensors, (0, 4)),
+    ):
         loader = private(dataset=dataset)[-1]
         loader.batch_sampler.sample_rate.zero_()
         first = next(iter(loader))
@@ -923,14 +1062,16 @@ def test_a_parameter_without_dimensions_is_clipped_with_the_others():
     assert len(engine.accountant) == 2
 
 
-# The audit.  Half of the coordinates of a linear model belong to a canary each, whose gradient points along its
-# coordinate and is longer than any clip norm; nobody writes to the others.  A coordinate that moved far tells that its
-# canary was there.
+# The audit. Half of the coordinates of a linear model belong to a canary each, whose gradient
+# points along its coordinate and is longer than any clip norm; nobody writes to the others. A
+# coordinate that moved far tells that its canary was there.
 CANARIES, ROUNDS, THRESHOLD = 400, 6, 2.5
 
 
 def moved(method, spoil=None):
-    """How far coordinates with and without canaries moved, in standard deviations of the noise, for each group."""
+    """How far coordinates with and without canaries moved, in standard deviations of the noise, for
+    each group.
+    """
     budgets = torch.tensor([0.5, 3.0]).repeat_interleave(CANARIES)
     dataset = TensorDataset(10 * torch.eye(2 * CANARIES, 4 * CANARIES), torch.zeros(2 * CANARIES))
     seen = {"in": [], "out": []}
@@ -998,5 +1139,7 @@ def test_an_audit_catches_a_sampler_that_draws_everybody():
 
 def test_a_range_of_noise_holds_in_the_engine_and_goes_with_sampling_alone():
     engine, model, optimizer, loader = private(method="sample", noise_range=(3.0, 3.0))
-    assert optimizer.noise_multiplier == 3.0 and loader.batch_sampler.batch_size == float(engine.sample_rates.sum())
+    assert optimizer.noise_multiplier == 3.0 and loader.batch_sampler.batch_size == float(
+        engine.sample_rates.sum()
+    )
     refused("noise_range", private, method="scale", noise_range=(3.0, 3.0))

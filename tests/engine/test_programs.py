@@ -1,4 +1,6 @@
-"""Programs of users in which one person could move what others contribute: each is refused by name before a step."""
+"""Programs of users in which one person could move what others contribute: each is refused by name
+before a step.
+"""
 
 import pytest
 import torch
@@ -26,7 +28,9 @@ class Net(nn.Module):
 
 
 def run(step, *, model=None, mode="hooks", collate_fn=None, **options):
-    """Two epochs, each step by `step(module, inner model, optimizer, criterion, x, y)`; how many were taken."""
+    """Two epochs, each step by `step(module, inner model, optimizer, criterion, x, y)`; how many
+    were taken.
+    """
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(N, 4, generator=generator), torch.arange(N) % 3)
     inner = model or Net()
@@ -87,7 +91,9 @@ def test_a_hook_on_the_outputs_that_mixes_is_seen(mode, given):
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("late", [True, False])
 def test_a_loss_of_what_a_hook_took_from_inside_is_seen(mode, given, late):
-    """A contrastive loss of features beside an honest one: nothing of it comes back to the outputs."""
+    """A contrastive loss of features beside an honest one: nothing of it comes back to the
+    outputs.
+    """
     model, kept, steps = Net(), [], []
     model.first.register_forward_hook(lambda layer, inputs, outputs: kept.append(outputs))
 
@@ -101,7 +107,12 @@ def test_a_loss_of_what_a_hook_took_from_inside_is_seen(mode, given, late):
         optimizer.step()
 
     with pytest.raises(ValueError, match="another way"):
-        run(contrastive, model=model, mode=mode, **({"criterion": nn.CrossEntropyLoss()} if given else {}))
+        run(
+            contrastive,
+            model=model,
+            mode=mode,
+            **({"criterion": nn.CrossEntropyLoss()} if given else {}),
+        )
     assert len(steps) == 1 + late
 
 
@@ -145,9 +156,14 @@ class Texts(torch.utils.data.Dataset):
 def test_padding_on_either_side_and_words_left_out_at_random_mix_nothing(side, dropped):
     def collate(items):
         longest = max(len(x) for x, _ in items)
-        rows = [F.pad(x, (longest - len(x), 0) if side == "left" else (0, longest - len(x))) for x, _ in items]
+        rows = [
+            F.pad(x, (longest - len(x), 0) if side == "left" else (0, longest - len(x)))
+            for x, _ in items
+        ]
         x = torch.stack(rows)
-        return (x * (torch.rand(x.shape) < 0.9) if dropped else x), torch.stack([y for _, y in items])
+        return (x * (torch.rand(x.shape) < 0.9) if dropped else x), torch.stack(
+            [y for _, y in items]
+        )
 
     class Words(nn.Module):
         def __init__(self):
@@ -171,7 +187,9 @@ def test_padding_on_either_side_and_words_left_out_at_random_mix_nothing(side, d
 
 
 class Remembering(nn.Module):
-    """Subtracts what it put out for the batch before, kept in an attribute or outside of the module."""
+    """Subtracts what it put out for the batch before, kept in an attribute or outside of the
+    module.
+    """
 
     def __init__(self, inside):
         super().__init__()
@@ -193,7 +211,9 @@ class Remembering(nn.Module):
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_module_that_remembers_the_batch_before_is_refused(mode, inside):
-    refused("module must keep nothing of its examples", run, plain, model=Remembering(inside), mode=mode)
+    refused(
+        "module must keep nothing of its examples", run, plain, model=Remembering(inside), mode=mode
+    )
 
 
 class Noisy(nn.Module):
@@ -281,7 +301,9 @@ def test_a_closure_takes_one_step_as_without():
 
 
 class MixedWithLast(Dataset):
-    """Mixup within the data set: with the item that was read before, by a share that is drawn at random."""
+    """Mixup within the data set: with the item that was read before, by a share that is drawn at
+    random.
+    """
 
     def __init__(self):
         self.x, self.last = torch.randn(N, 4, generator=torch.Generator().manual_seed(0)), None
@@ -323,9 +345,17 @@ def by_engine(data):
 
 def by_train(data):
     model = Net()
-    plan = DPSGDPlan(n=N, sample_rate=0.5, steps=1, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+    plan = DPSGDPlan(
+        n=N, sample_rate=0.5, steps=1, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3
+    )
     train(
-        model, cross_entropy, data, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seed=0, progress=False
+        model,
+        cross_entropy,
+        data,
+        plan,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        seed=0,
+        progress=False,
     )
 
 
@@ -379,7 +409,9 @@ def test_a_hook_on_a_parameter_is_proved_again(mode, kind):
         steps.append(1)
         if len(steps) == 2:
             for p in inner.parameters():
-                getattr(p, kind)(lambda g: 1000 * g if kind == "register_hook" else g.grad.mul_(1000))
+                getattr(p, kind)(
+                    lambda g: 1000 * g if kind == "register_hook" else g.grad.mul_(1000)
+                )
         plain(module, inner, optimizer, criterion, x, y)
 
     refused("module must", run, scaled, mode=mode, criterion=nn.CrossEntropyLoss())
@@ -388,7 +420,9 @@ def test_a_hook_on_a_parameter_is_proved_again(mode, kind):
 
 @pytest.mark.parametrize("way", ["set back", "exchanged"])
 def test_noise_that_comes_twice_is_refused(way):
-    """Two steps from one state of the generator have the same noise: their difference is that of two clipped sums."""
+    """Two steps from one state of the generator have the same noise: their difference is that of
+    two clipped sums.
+    """
     generator, model = torch.Generator().manual_seed(1), Net()
     engine = IndividualizedPrivacyEngine(accountant="rdp")
     module, optimizer, loader = engine.make_private_with_budgets(
@@ -419,7 +453,13 @@ def balanced(y):
 
 @pytest.mark.parametrize(
     "mode, way",
-    [("hooks", "buffer"), ("hooks", "closure"), ("hooks", "argument"), ("ghost", "buffer"), ("ghost", "closure")],
+    [
+        ("hooks", "buffer"),
+        ("hooks", "closure"),
+        ("hooks", "argument"),
+        ("ghost", "buffer"),
+        ("ghost", "closure"),
+    ],
 )
 def test_weights_of_the_classes_in_a_batch_are_said(mode, way):
     weighted, kept = nn.CrossEntropyLoss(weight=torch.ones(3)), {}
@@ -465,7 +505,9 @@ def test_statistics_that_the_loop_keeps_in_a_buffer_are_said(mode):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")
-@pytest.mark.parametrize("make", [torch.jit.script, lambda net: torch.compile(net, backend="eager")])
+@pytest.mark.parametrize(
+    "make", [torch.jit.script, lambda net: torch.compile(net, backend="eager")]
+)
 def test_compiled_modules_are_refused_by_name(make):
     refused("torch.jit|torch.compile", run, plain, model=nn.Sequential(make(Net())))
 
@@ -488,18 +530,31 @@ class FlippedTogether(CentredTogether):
 
 
 @pytest.mark.parametrize("by", [by_engine, by_train])
-def test_a_data_set_that_mixes_items_that_are_asked_for_together_is_refused_and_augmentation_is_not(by):
+def test_a_data_set_that_mixes_items_that_are_asked_for_together_is_refused_and_augmentation_is_not(
+    by,
+):
     refused("__getitems__", by, CentredTogether())
     by(FlippedTogether())
 
 
 def trained(on_step=None, model=None):
     model = model or Net()
-    plan = DPSGDPlan(n=N, sample_rate=0.5, steps=2, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+    plan = DPSGDPlan(
+        n=N, sample_rate=0.5, steps=2, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.randn(N, 4, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 3
     callbacks = Callbacks(on_step=None if on_step is None else lambda run: on_step(run, *data))
-    train(model, cross_entropy, data, plan, optimizer=optimizer, seed=0, callbacks=callbacks, progress=False)
+    train(
+        model,
+        cross_entropy,
+        data,
+        plan,
+        optimizer=optimizer,
+        seed=0,
+        callbacks=callbacks,
+        progress=False,
+    )
 
 
 def test_parameters_that_a_callback_adds_to_the_optimizer_are_refused():

@@ -29,18 +29,24 @@ MODES = ["hooks", "functorch", "ew", "ghost"]
 
 def tokens():
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randint(12, (N, 5), generator=generator), torch.randint(12, (N,), generator=generator))
+    return TensorDataset(
+        torch.randint(12, (N, 5), generator=generator), torch.randint(12, (N,), generator=generator)
+    )
 
 
 def vectors():
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(N, 4, generator=generator), torch.randint(3, (N,), generator=generator))
+    return TensorDataset(
+        torch.randn(N, 4, generator=generator), torch.randint(3, (N,), generator=generator)
+    )
 
 
 def private(model, dataset=None, *, optimizer=None, mode="hooks", num_workers=0, **options):
     """(engine, model, optimizer, criterion, loader)."""
     engine = IndividualizedPrivacyEngine(accountant="rdp")
-    optimizer = optimizer or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = optimizer or torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1
+    )
     options = {
         "target_delta": DELTA,
         "epochs": 4,
@@ -54,7 +60,9 @@ def private(model, dataset=None, *, optimizer=None, mode="hooks", num_workers=0,
         optimizer=optimizer,
         target_epsilons=BUDGETS,
         grad_sample_mode=mode,
-        data_loader=DataLoader(vectors() if dataset is None else dataset, batch_size=12, num_workers=num_workers),
+        data_loader=DataLoader(
+            vectors() if dataset is None else dataset, batch_size=12, num_workers=num_workers
+        ),
         **options,
     )
     return engine, module, optimizer, *(rest if mode == "ghost" else (nn.CrossEntropyLoss(), *rest))
@@ -119,7 +127,8 @@ def test_a_module_that_mixes_examples_is_refused_before_any_step(mix, mode):
     before = weights(model)
     with pytest.raises((UnsupportedModuleError, RuntimeError)) as refused:
         train(model, optimizer, criterion, loader)
-    assert isinstance(refused.value, ValueError) or mode == "ew"  # which knows few functions of tensors
+    # which knows few functions of tensors
+    assert isinstance(refused.value, ValueError) or mode == "ew"
     assert torch.equal(before, weights(model)) and engine.accountant.steps == 0
 
 
@@ -140,9 +149,13 @@ def test_a_mean_that_leaves_nothing_of_an_example_alone_is_refused(mode):
 def test_a_batch_of_which_no_gradient_shows_anything_is_taken_and_the_next_is_proved(mode, bad):
     x, y = vectors().tensors
     data = TensorDataset(bad * torch.ones_like(x), y)
-    engine, model, optimizer, criterion, loader = private(nn.Linear(4, 3, bias=False), data, mode=mode)
+    engine, model, optimizer, criterion, loader = private(
+        nn.Linear(4, 3, bias=False), data, mode=mode
+    )
     train(model, optimizer, criterion, loader, 2)
-    assert engine.accountant.steps == 2 and not optimizer._proof.open and optimizer._proof._proved == 0
+    assert (
+        engine.accountant.steps == 2 and not optimizer._proof.open and optimizer._proof._proved == 0
+    )
     data.tensors[0].copy_(x)
     train(model, optimizer, criterion, loader, 1)
     assert optimizer._proof._proved > 1
@@ -150,7 +163,9 @@ def test_a_batch_of_which_no_gradient_shows_anything_is_taken_and_the_next_is_pr
 
 def test_the_proof_is_made_again_with_a_batch_of_twice_the_size():
     """The first draw may be of few."""
-    _, model, optimizer, criterion, loader = private(Mixing(lambda h: h - h.mean(0) if len(h) > 24 else h))
+    _, model, optimizer, criterion, loader = private(
+        Mixing(lambda h: h - h.mean(0) if len(h) > 24 else h)
+    )
     train(model, optimizer, criterion, loader, 1)
     loader.batch_sampler.draw = lambda: torch.arange(N)
     with pytest.raises(UnsupportedModuleError, match="company"):
@@ -203,7 +218,9 @@ def test_what_a_weight_of_zero_hides_is_seen():
 @pytest.mark.parametrize("wrap_model", [True, False])
 def test_a_weight_used_outside_its_layer_is_refused(mode, wrap_model):
     model = Tied()
-    _, module, optimizer, criterion, loader = private(model, tokens(), mode=mode, wrap_model=wrap_model)
+    _, module, optimizer, criterion, loader = private(
+        model, tokens(), mode=mode, wrap_model=wrap_model
+    )
     with pytest.raises(UnsupportedModuleError, match="layer"):
         train(module if wrap_model else model, optimizer, criterion, loader)
 
@@ -226,7 +243,9 @@ def test_a_criterion_of_ghost_mode_that_looks_at_the_batch_is_refused():
         def forward(self, x, y):
             return super().forward(x, y) * len(y)
 
-    _, model, optimizer, criterion, loader = private(nn.Linear(4, 3), mode="ghost", criterion=PerBatch())
+    _, model, optimizer, criterion, loader = private(
+        nn.Linear(4, 3), mode="ghost", criterion=PerBatch()
+    )
     refused("rest of the batch", train, model, optimizer, criterion, loader)
 
 
@@ -235,7 +254,9 @@ def test_rows_that_are_not_finite_do_not_switch_the_proof_off(bad):
     x, y = vectors().tensors
     x = x.clone()
     x[::2] = bad
-    _, model, optimizer, criterion, loader = private(Mixing(MIXES["a little of the mean"]), TensorDataset(x, y))
+    _, model, optimizer, criterion, loader = private(
+        Mixing(MIXES["a little of the mean"]), TensorDataset(x, y)
+    )
     with pytest.raises(UnsupportedModuleError):
         train(model, optimizer, criterion, loader)
 
@@ -258,12 +279,19 @@ GOOD = {
     "dropout": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)), vectors),
     "functional dropout": (lambda: Mixing(lambda h: F.dropout(h, 0.5)), vectors),
     "a layer used twice": (
-        lambda: (lambda layer: nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 3)))(nn.Linear(4, 4)),
+        lambda: (lambda layer: nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 3)))(
+            nn.Linear(4, 4)
+        ),
         vectors,
     ),
     "convolution": (
         lambda: nn.Sequential(
-            nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 2), nn.GroupNorm(1, 3), nn.ReLU(), nn.Flatten(), nn.Linear(9, 3)
+            nn.Unflatten(1, (1, 4)),
+            nn.Conv1d(1, 3, 2),
+            nn.GroupNorm(1, 3),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(9, 3),
         ),
         vectors,
     ),
@@ -271,7 +299,11 @@ GOOD = {
     # The gradient of the bias is 0, but for rounding.
     "a bias that cancels": (
         lambda: nn.Sequential(
-            nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 8, 2), nn.InstanceNorm1d(8), nn.Flatten(), nn.Linear(24, 3)
+            nn.Unflatten(1, (1, 4)),
+            nn.Conv1d(1, 8, 2),
+            nn.InstanceNorm1d(8),
+            nn.Flatten(),
+            nn.Linear(24, 3),
         ),
         vectors,
     ),
@@ -324,7 +356,9 @@ def test_a_module_that_keeps_statistics_of_its_examples_is_refused(kind):
 
     data = TensorDataset(torch.randn(20, 4), torch.arange(20) % 2)
     model = nn.Sequential(Averaging(), nn.Linear(4, 2))
-    made, optimizer, loader = IndividualizedPrivacyEngine(accountant="rdp").make_private_with_budgets(
+    made, optimizer, loader = IndividualizedPrivacyEngine(
+        accountant="rdp"
+    ).make_private_with_budgets(
         module=model,
         optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1),
         data_loader=DataLoader(data, batch_size=10),
@@ -389,7 +423,9 @@ def test_a_forward_pass_that_writes_into_a_weight_is_refused(kind, mode):
 def test_targets_that_the_criterion_of_ghost_mode_does_not_take_are_refused_in_words(spoil):
     """In the other modes the loss is the loop's own, and so is its error."""
     x, y = vectors().tensors
-    _, model, optimizer, criterion, loader = private(nn.Linear(4, 3), TensorDataset(x, spoil(y)), mode="ghost")
+    _, model, optimizer, criterion, loader = private(
+        nn.Linear(4, 3), TensorDataset(x, spoil(y)), mode="ghost"
+    )
     refused("criterion", train, model, optimizer, criterion, loader)
 
 
@@ -417,7 +453,9 @@ def test_inputs_that_do_not_say_which_rows_are_examples_are_refused_unless_your_
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
 def test_inputs_of_another_type_than_the_models_are_refused_in_words(mode):
     x, y = vectors().tensors
-    _, model, optimizer, criterion, loader = private(nn.Linear(4, 3), TensorDataset(x.double(), y), mode=mode)
+    _, model, optimizer, criterion, loader = private(
+        nn.Linear(4, 3), TensorDataset(x.double(), y), mode=mode
+    )
     refused("data", train, model, optimizer, criterion, loader)
 
 
@@ -545,7 +583,9 @@ def test_what_the_engine_shows_may_be_written_to():
     for shown in (budgets, engine.max_grad_norms, engine.noise_multipliers):
         shown.mul_(1e-3 if shown is budgets else 1e3)
     engine.sample_rates.fill_(1e-6)
-    assert torch.equal(engine.get_epsilons(DELTA), spent) and torch.equal(engine.accountant.budgets.clip_norms(), norms)
+    assert torch.equal(engine.get_epsilons(DELTA), spent) and torch.equal(
+        engine.accountant.budgets.clip_norms(), norms
+    )
     assert float(loader.batch_sampler.sample_rate[0]) == 0.25
 
 
@@ -554,7 +594,9 @@ def test_without_wrapping_the_module_is_trained_as_with_it(mode):
     def trained(wrap_model):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-        engine, module, optimizer, criterion, loader = private(model, mode=mode, wrap_model=wrap_model)
+        engine, module, optimizer, criterion, loader = private(
+            model, mode=mode, wrap_model=wrap_model
+        )
         train(module if wrap_model else model, optimizer, criterion, loader)
         assert engine.accountant.steps == 3
         return weights(model)
@@ -578,28 +620,47 @@ def test_per_layer_clipping_gives_each_parameter_its_share_of_each_examples_norm
         model, mode=mode, optimizer=sgd, clipping="per_layer", max_grad_norm=layers
     )
     mean = math.hypot(*layers)
-    assert optimizer.max_grad_norm == pytest.approx(mean) and float(engine.max_grad_norms.mean()) == pytest.approx(mean)
+    assert optimizer.max_grad_norm == pytest.approx(mean) and float(
+        engine.max_grad_norms.mean()
+    ) == pytest.approx(mean)
     x, y = next(iter(loader))
     criterion(model(x), y).backward()
     optimizer.clip_and_accumulate()
     own = engine.max_grad_norms[loader.dataset.handed_out]
-    for k, p in enumerate(optimizer.params[2:] + optimizer.params[:2] if turned else optimizer.params):
+    for k, p in enumerate(
+        optimizer.params[2:] + optimizer.params[:2] if turned else optimizer.params
+    ):
         expected = torch.zeros_like(p)
         for i in range(len(x)):
-            g = torch.autograd.grad(F.cross_entropy(plain(x[i : i + 1]), y[i : i + 1]), list(plain.parameters()))[k]
+            g = torch.autograd.grad(
+                F.cross_entropy(plain(x[i : i + 1]), y[i : i + 1]), list(plain.parameters())
+            )[k]
             expected += g * min(1.0, float(own[i]) * layers[k] / mean / float(g.norm()))
         assert torch.allclose(p.summed_grad, expected, rtol=1e-3, atol=1e-6)
     with pytest.raises(ValueError, match="max_grad_norm"):
-        private(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), clipping="per_layer", max_grad_norm=1.0)
-    refused("clipping", private, nn.Linear(4, 3), mode="ghost", clipping="per_layer", max_grad_norm=[1.0, 1.0])
+        private(
+            nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), clipping="per_layer", max_grad_norm=1.0
+        )
+    refused(
+        "clipping",
+        private,
+        nn.Linear(4, 3),
+        mode="ghost",
+        clipping="per_layer",
+        max_grad_norm=[1.0, 1.0],
+    )
     refused("clipping", private, nn.Linear(4, 3), clipping="adaptive")
 
 
 def test_under_a_memory_manager_the_length_is_that_of_the_pieces():
     _, _, optimizer, _, loader = private(nn.Linear(4, 3))
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as small:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=3, optimizer=optimizer
+    ) as small:
         assert len(loader) == 4 and len(small) == 16
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as small:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=5, optimizer=optimizer
+    ) as small:
         assert len(small) == math.ceil(4 * 12 / 5)
 
 
@@ -631,12 +692,16 @@ def test_worker_processes_read_and_change_nothing(pieces, tmp_path):
     def trained(num_workers, folder):
         torch.manual_seed(0)
         folder.mkdir()
-        _, model, optimizer, criterion, loader = private(nn.Linear(4, 3), Elsewhere(folder), num_workers=num_workers)
+        _, model, optimizer, criterion, loader = private(
+            nn.Linear(4, 3), Elsewhere(folder), num_workers=num_workers
+        )
         assert loader.num_workers == 0
         if pieces is None:
             train(model, optimizer, criterion, loader)
         else:
-            with BatchMemoryManager(data_loader=loader, max_physical_batch_size=pieces, optimizer=optimizer) as small:
+            with BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=pieces, optimizer=optimizer
+            ) as small:
                 train(model, optimizer, criterion, small, 6)
         return weights(model), {int(file.name) for file in folder.iterdir()} - {os.getpid()}
 
@@ -650,10 +715,14 @@ def test_a_module_is_copied_with_what_watches_it_and_nan_in_a_buffer_is_no_chang
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     model.register_buffer("unknown", torch.tensor([1.0, math.nan]))
     model.register_buffer("mask", torch.tensor([True, False]))
-    made, optimizer, loader = IndividualizedPrivacyEngine(accountant="rdp").make_private_with_budgets(
+    made, optimizer, loader = IndividualizedPrivacyEngine(
+        accountant="rdp"
+    ).make_private_with_budgets(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(torch.randn(20, 4), torch.arange(20) % 2), batch_size=10),
+        data_loader=DataLoader(
+            TensorDataset(torch.randn(20, 4), torch.arange(20) % 2), batch_size=10
+        ),
         target_epsilons=[1.0] * 20,
         target_delta=1e-3,
         epochs=5,
@@ -674,7 +743,10 @@ def test_a_module_is_copied_with_what_watches_it_and_nan_in_a_buffer_is_no_chang
 def moved(k, where, mode):
     """The clipped sum of one step over k examples, in a loop of which autocast takes a part."""
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(2048, 50, generator=generator)[:k] * 0.3 + 1, torch.zeros(k, dtype=torch.int64)
+    x, y = (
+        torch.randn(2048, 50, generator=generator)[:k] * 0.3 + 1,
+        torch.zeros(k, dtype=torch.int64),
+    )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(50, 64), nn.Tanh(), nn.Linear(64, 3))
     engine = IndividualizedPrivacyEngine(accountant="rdp")
@@ -753,7 +825,9 @@ class Sleeping(nn.Module):
 
     def forward(self, x):
         h = self.first(x)
-        awake = {"mode": self.norm.training, "flag": self.on, "number": self.count > 0}.get(self.kind, False)
+        awake = {"mode": self.norm.training, "flag": self.on, "number": self.count > 0}.get(
+            self.kind, False
+        )
         if awake:
             h = F.batch_norm(h, self.mean, self.var, training=True)
         elif self.kind == "buffer" and self.on:
@@ -778,7 +852,9 @@ def test_what_wakes_after_the_proof_is_proved_again(kind, mode):
                 model.first.register_forward_hook(lambda layer, args, out: out - out.mean(0))
         optimizer.zero_grad()
         if number == 3:
-            with pytest.raises(ValueError, match="mixes examples|statistics|by itself|weights in its layers"):
+            with pytest.raises(
+                ValueError, match="mixes examples|statistics|by itself|weights in its layers"
+            ):
                 criterion(module(x), y).backward()
                 optimizer.step()
             break
@@ -813,7 +889,9 @@ def test_what_is_set_free_is_refused_by_name(mode):
     )
     train(module, optimizer, criterion, loader, 1)
     model[0].requires_grad_(True)
-    refused("trainable parameters that it had.*0.weight", train, module, optimizer, criterion, loader, 1)
+    refused(
+        "trainable parameters that it had.*0.weight", train, module, optimizer, criterion, loader, 1
+    )
 
 
 def test_on_a_device_a_buffer_that_keeps_statistics_makes_steps_of_noise_and_is_said(monkeypatch):

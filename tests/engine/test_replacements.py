@@ -1,4 +1,6 @@
-"""The engine's attention and recurrence: what PyTorch's compute from the same weights; and each example's own."""
+"""The engine's attention and recurrence: what PyTorch's compute from the same weights; and each
+example's own.
+"""
 
 import copy
 import itertools
@@ -25,8 +27,12 @@ def seeded():
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("bias, add_bias_kv, add_zero_attn, kdim", itertools.product([0, 1], [0, 1], [0, 1], [None, 3]))
-def test_attention_is_that_of_pytorch_with_every_mask(bias, add_bias_kv, add_zero_attn, kdim, batch_first):
+@pytest.mark.parametrize(
+    "bias, add_bias_kv, add_zero_attn, kdim", itertools.product([0, 1], [0, 1], [0, 1], [None, 3])
+)
+def test_attention_is_that_of_pytorch_with_every_mask(
+    bias, add_bias_kv, add_zero_attn, kdim, batch_first
+):
     plain = nn.MultiheadAttention(
         8,
         2,
@@ -38,7 +44,9 @@ def test_attention_is_that_of_pytorch_with_every_mask(bias, add_bias_kv, add_zer
         batch_first=batch_first,
     ).double()
     layer = MultiheadAttention.of(plain)
-    q, k, v = (torch.randn(3, *shape).double() for shape in ((5, 8), (4, kdim or 8), (4, 5 if kdim else 8)))
+    q, k, v = (
+        torch.randn(3, *shape).double() for shape in ((5, 8), (4, kdim or 8), (4, 5 if kdim else 8))
+    )
     if not batch_first:
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     padding = torch.rand(3, 4) > 0.6
@@ -48,11 +56,14 @@ def test_attention_is_that_of_pytorch_with_every_mask(bias, add_bias_kv, add_zer
     for mask, padded, weighed in itertools.product(masks, [None, padding], [False, True]):
         options = {"attn_mask": mask, "key_padding_mask": padded, "need_weights": weighed}
         for own, theirs in zip(layer(q, k, v, **options), plain(q, k, v, **options)):
-            assert (own is None and theirs is None) or torch.allclose(own, theirs, rtol=0, atol=1e-12)
+            assert (own is None and theirs is None) or torch.allclose(
+                own, theirs, rtol=0, atol=1e-12
+            )
     mask, heads = masks[1], {"average_attn_weights": False}
     assert torch.allclose(layer(q, k, v, **heads)[1], plain(q, k, v, **heads)[1])
     assert torch.allclose(
-        layer(q, k, v, attn_mask=mask, is_causal=True)[0], plain(q, k, v, attn_mask=mask, is_causal=True)[0]
+        layer(q, k, v, attn_mask=mask, is_causal=True)[0],
+        plain(q, k, v, attn_mask=mask, is_causal=True)[0],
     )
     check_state(plain, layer)
 
@@ -63,16 +74,24 @@ def check_state(plain, layer):
     assert list(state) == list(plain.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(state.values(), plain.state_dict().values()))
     outer = nn.ModuleDict({"part": copy.deepcopy(layer)})
-    nn.ModuleDict({"part": plain}).load_state_dict({name: 2 * t for name, t in outer.state_dict().items()})
+    nn.ModuleDict({"part": plain}).load_state_dict(
+        {name: 2 * t for name, t in outer.state_dict().items()}
+    )
     outer.load_state_dict(nn.ModuleDict({"part": plain}).state_dict())
     again = pickle.loads(pickle.dumps(outer))["part"].state_dict()
     assert all(torch.equal(again[name], 2 * t) for name, t in state.items())
 
 
 @pytest.mark.parametrize("name", ["RNN", "LSTM", "GRU"])
-@pytest.mark.parametrize("bidirectional, bias, batch_first", itertools.product([False, True], repeat=3))
-def test_recurrence_is_that_of_pytorch_with_packed_rows_in_any_order(name, bidirectional, bias, batch_first):
-    plain = getattr(nn, name)(3, 4, 2, bias=bias, batch_first=batch_first, bidirectional=bidirectional).double()
+@pytest.mark.parametrize(
+    "bidirectional, bias, batch_first", itertools.product([False, True], repeat=3)
+)
+def test_recurrence_is_that_of_pytorch_with_packed_rows_in_any_order(
+    name, bidirectional, bias, batch_first
+):
+    plain = getattr(nn, name)(
+        3, 4, 2, bias=bias, batch_first=batch_first, bidirectional=bidirectional
+    ).double()
     layer = getattr(engine, name).of(plain)
     x = torch.randn(4, 5, 3).double()
     x = x if batch_first else x.transpose(0, 1)
@@ -99,7 +118,8 @@ def test_dropout_lies_between_layers_as_in_pytorch():
     plain = nn.RNN(3, 4, 2, dropout=1.0)
     plain.load_state_dict(layer.state_dict())
     x = torch.randn(5, 2, 3)
-    assert torch.allclose(layer(x)[0], plain(x)[0], atol=1e-6)  # what goes up is 0, what is put out is not
+    # what goes up is 0, what is put out is not
+    assert torch.allclose(layer(x)[0], plain(x)[0], atol=1e-6)
 
 
 def test_what_is_not_supported_is_refused_by_name():
@@ -122,9 +142,14 @@ def test_layers_are_replaced_wherever_they_are_and_shared_ones_stay_shared():
     x, before = torch.randn(3, 5, 8), model.state_dict()
     expected = encoder(x)
     assert replace_layers(model) is model
-    assert torch.allclose(encoder(x), expected, atol=1e-6) and not model[0].layers[1].self_attn.training
+    assert (
+        torch.allclose(encoder(x), expected, atol=1e-6)
+        and not model[0].layers[1].self_attn.training
+    )
     assert model[1] is model[2][0] and not any(p.requires_grad for p in model[1].parameters())
-    assert {name: t.shape for name, t in model.state_dict().items()} == {name: t.shape for name, t in before.items()}
+    assert {name: t.shape for name, t in model.state_dict().items()} == {
+        name: t.shape for name, t in before.items()
+    }
     assert isinstance(replace_layers(nn.GRU(3, 4)), engine.GRU)
 
 
@@ -156,7 +181,9 @@ def test_sums_of_clipped_gradients_are_autograds_whichever_axis_has_the_examples
     expected = [torch.zeros_like(p) for p in model.parameters()]
     for i in range(n):
         inputs = x[i : i + 1] if batch_first else x[i : i + 1].transpose(0, 1)
-        found = torch.autograd.grad(F.cross_entropy(model(inputs), y[i : i + 1]), list(model.parameters()))
+        found = torch.autograd.grad(
+            F.cross_entropy(model(inputs), y[i : i + 1]), list(model.parameters())
+        )
         factor = min(1.0, clip / float(torch.stack([g.norm() for g in found]).norm()))
         expected = [total + factor * g for total, g in zip(expected, found)]
     module, optimizer, *rest, loader = IndividualizedPrivacyEngine().make_private_with_budgets(

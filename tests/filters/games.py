@@ -1,4 +1,6 @@
-"""Slow and plain oracles for games: every strategy of a short one, and strategies played on the real mechanism."""
+"""Slow and plain oracles for games: every strategy of a short one, and strategies played on the
+real mechanism.
+"""
 
 import itertools
 import math
@@ -13,7 +15,11 @@ def every_strategy(pairs, costs, budget, epsilon, direction, stages):
     """
     pairs = [(p, q) if direction == "remove" else (q, p) for p, q in pairs]
     outputs = len(pairs[0][0])
-    nodes = [node for length in range(stages) for node in itertools.product(range(outputs), repeat=length)]
+    nodes = [
+        node
+        for length in range(stages)
+        for node in itertools.product(range(outputs), repeat=length)
+    ]
     found = []
     for moves in itertools.product([None, *range(len(pairs))], repeat=len(nodes)):
         strategy, delta, allowed = dict(zip(nodes, moves)), 0.0, True
@@ -29,7 +35,12 @@ def every_strategy(pairs, costs, budget, epsilon, direction, stages):
                 break
             for output in range(outputs):
                 stack.append(
-                    ((*node, output), p * pairs[move][0][output], q * pairs[move][1][output], spent + costs[move])
+                    (
+                        (*node, output),
+                        p * pairs[move][0][output],
+                        q * pairs[move][1][output],
+                        spent + costs[move],
+                    )
                 )
         if allowed:
             found.append(delta)
@@ -51,13 +62,15 @@ def played(
     seed=0,
     groups=1,
 ):
-    """Delta of a strategy on the sampled Gaussian mechanism, by importance sampling: (estimate, standard error).
+    """Delta of a strategy on the sampled Gaussian mechanism, by importance sampling: (estimate,
+    standard error).
 
     Args:
-        strategy: (budget left, loss so far, which run) -> level index, -1 to leave a unit of
-            the budget unspent; arrays of runs.
-        proposals: (K,) for each level by how many noise standard deviations the outputs are pushed towards large
-            losses, at the rate with which they come from the pushed Gaussian: pairs (push, rate).
+        strategy: (budget left, loss so far, which run) -> level index, -1 to leave a unit of the
+            budget unspent; arrays of runs.
+        proposals: (K,) for each level by how many noise standard deviations the outputs are pushed
+            towards large losses, at the rate with which they come from the pushed Gaussian: pairs
+            (push, rate).
     """
     generator = np.random.default_rng(seed)
     loss, log_weight, left = np.zeros(runs), np.zeros(runs), np.full(runs, budget)
@@ -76,14 +89,18 @@ def played(
             pushed = generator.random(len(who)) < rate
             if direction == "remove":
                 included = generator.random(len(who)) < q
-                y = generator.standard_normal(len(who)) + np.where(pushed, push, np.where(included, shift, 0.0))
+                y = generator.standard_normal(len(who)) + np.where(
+                    pushed, push, np.where(included, shift, 0.0)
+                )
             else:
                 y = generator.standard_normal(len(who)) - np.where(pushed, push, 0.0)
                 push = -push
             ratio = np.log1p(q * np.expm1(y * shift - shift**2 / 2))  # ln of mixture over N(0, 1)
             target = ratio if direction == "remove" else 0.0
             log_push = y * push - push**2 / 2
-            log_weight[who] += target - np.logaddexp(np.log1p(-rate) + target, np.log(rate) + log_push)
+            log_weight[who] += target - np.logaddexp(
+                np.log1p(-rate) + target, np.log(rate) + log_push
+            )
             loss[who] += ratio if direction == "remove" else -ratio
             left[who] -= costs[move]
         going = left >= costs.min()

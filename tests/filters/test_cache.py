@@ -41,7 +41,9 @@ def counted(name="noted", shortest=0.0):
 
 
 def sealed(**entry):
-    return json.dumps({"sha256": hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest(), **entry})
+    return json.dumps(
+        {"sha256": hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest(), **entry}
+    )
 
 
 def forget_everything():
@@ -54,7 +56,11 @@ def test_an_answer_survives_the_memory_and_belongs_to_its_question(folder):
     assert square(3.0, levels=(0.1, 1.0)) == square(3.0, (0.1, 1.0), progress=False) == (9.0, 2)
     square.forget()
     assert square(3.0, (0.1, 1.0)) == (9.0, 2) and calls == [3.0]
-    assert square(3.0, (0.1, 0.9)) == (9.0, 2) and square(3.1) == (3.1**2, 0) and calls == [3.0, 3.0, 3.1]
+    assert (
+        square(3.0, (0.1, 0.9)) == (9.0, 2)
+        and square(3.1) == (3.1**2, 0)
+        and calls == [3.0, 3.0, 3.1]
+    )
     other, others = counted("other")
     assert other(3.0, (0.1, 1.0)) == (9.0, 2) and others == [3.0]
     assert len(list(folder.iterdir())) == 4 and not list(folder.glob("*.part"))
@@ -107,10 +113,14 @@ def test_notebooks_compute_anew(folder, monkeypatch):
     square.forget()
     (entry,) = folder.iterdir()
     entry.write_text(entry.read_text(encoding="utf-8").replace("9.0", "1.0"), encoding="utf-8")
-    assert square(3.0) == (9.0, 0) and len(calls) == 2 and "1.0" in entry.read_text(encoding="utf-8")
+    assert (
+        square(3.0) == (9.0, 0) and len(calls) == 2 and "1.0" in entry.read_text(encoding="utf-8")
+    )
 
 
-def test_what_took_no_time_is_not_written_and_without_a_folder_all_is_computed(tmp_path, monkeypatch):
+def test_what_took_no_time_is_not_written_and_without_a_folder_all_is_computed(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path / "here"))
     monkeypatch.delenv("DPCOMPANION_FILTERS", raising=False)
     quick, _ = counted(shortest=10.0)
@@ -124,7 +134,8 @@ def test_what_took_no_time_is_not_written_and_without_a_folder_all_is_computed(t
 
 
 def test_a_calibration_is_kept_with_its_promise_and_errors_are_not(folder, monkeypatch):
-    monkeypatch.setattr(cache.time, "process_time", itertools.count().__next__)  # everything takes a second
+    # everything takes a second
+    monkeypatch.setattr(cache.time, "process_time", itertools.count().__next__)
     forget_everything()
     first = calibrate_filter(**QUESTION)
     promised = float(

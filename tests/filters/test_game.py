@@ -1,4 +1,6 @@
-"""The worst case within a budget: never below any strategy, attained by one, and with one level the plain account."""
+"""The worst case within a budget: never below any strategy, attained by one, and with one level the
+plain account.
+"""
 
 import itertools
 import math
@@ -33,9 +35,18 @@ def coin(loss):
         dict(sample_rate=512 / 60_000, noise_multiplier=3.425),
     ],
 )
-@pytest.mark.parametrize("steps, block, epsilon", [(1, 1, 0.05), (60, 1, 0.3), (60, 20, 0.3), (400, 40, 1.5)])
+@pytest.mark.parametrize(
+    "steps, block, epsilon", [(1, 1, 0.05), (60, 1, 0.3), (60, 20, 0.3), (400, 40, 1.5)]
+)
 def test_one_level_is_the_account_by_loss_distributions(run, steps, block, epsilon):
-    games = play(**run, levels=[1.0], costs=[3], budget=3 * (steps // block) + 2, epsilon=epsilon, block=block)
+    games = play(
+        **run,
+        levels=[1.0],
+        costs=[3],
+        budget=3 * (steps // block) + 2,
+        epsilon=epsilon,
+        block=block,
+    )
     exact = compute_delta(**run, steps=steps, epsilon=epsilon)
     found, error = max((game.delta, game.error) for game in games)
     assert found >= exact * (1 - 1e-3)  # the reference adds up to 1e-4 of epsilon itself
@@ -46,7 +57,9 @@ def test_one_level_is_the_account_by_loss_distributions(run, steps, block, epsil
 @pytest.mark.parametrize("cost", [1, 31])
 def test_unused_units_of_a_budget_add_nothing_to_a_long_block(cost):
     run = dict(sample_rate=0.0037752, noise_multiplier=1.704)
-    found = adaptive_delta(**run, levels=[1.0], costs=[cost], budget=cost, epsilon=1.6141, block=15_768)
+    found = adaptive_delta(
+        **run, levels=[1.0], costs=[cost], budget=cost, epsilon=1.6141, block=15_768
+    )
     exact = compute_delta(**run, steps=15_768, epsilon=1.6141)
     assert exact * (1 - 1e-3) <= found <= 1.1 * exact
 
@@ -76,7 +89,12 @@ def test_on_short_games_it_is_the_best_of_all_strategies(direction):
     pairs, costs = [coin(0.25), coin(0.75)], [1, 3]
     deltas = every_strategy(pairs, costs, 3, 0.5, direction, 3)
     exact = worst_case(
-        [Discrete(*pair) for pair in pairs], costs=costs, budget=3, epsilon=0.5, direction=direction, interval=0.25
+        [Discrete(*pair) for pair in pairs],
+        costs=costs,
+        budget=3,
+        epsilon=0.5,
+        direction=direction,
+        interval=0.25,
     )
     assert exact.delta == pytest.approx(max(deltas), rel=1e-12)
 
@@ -84,7 +102,9 @@ def test_on_short_games_it_is_the_best_of_all_strategies(direction):
 def test_adaptivity_is_worth_something():
     # Two coins whose constant strategies are equally bad; changing between them is worse.
     pairs = [coin(0.5), coin(1.5)]
-    found = worst_case([Discrete(*pair) for pair in pairs], costs=[1, 4], budget=18, epsilon=3.0, interval=0.25)
+    found = worst_case(
+        [Discrete(*pair) for pair in pairs], costs=[1, 4], budget=18, epsilon=3.0, interval=0.25
+    )
     best = max(
         worst_case([Discrete(*pair)], costs=[cost], budget=18, epsilon=3.0, interval=0.25).delta
         for pair, cost in zip(pairs, [1, 4])
@@ -99,7 +119,9 @@ def test_adaptivity_is_worth_something():
     st.floats(0.003, 0.3),
 )
 @settings(max_examples=25, deadline=None)
-def test_never_below_any_strategy_whatever_the_mechanism_and_the_grid(biases, epsilon, direction, interval):
+def test_never_below_any_strategy_whatever_the_mechanism_and_the_grid(
+    biases, epsilon, direction, interval
+):
     pairs = [([1 - p, p], [1 - q, q]) for p, q in biases]
     worst = max(every_strategy(pairs, [1, 2], 3, epsilon, direction, 3))
     found = worst_case(
@@ -118,7 +140,12 @@ def test_infinite_losses_count_as_delta():
     for direction in ("remove", "add"):
         worst = max(every_strategy(pairs, [1, 1], 3, 0.5, direction, 3))
         found = worst_case(
-            [Discrete(*pair) for pair in pairs], costs=[1, 1], budget=3, epsilon=0.5, direction=direction, interval=1e-3
+            [Discrete(*pair) for pair in pairs],
+            costs=[1, 1],
+            budget=3,
+            epsilon=0.5,
+            direction=direction,
+            interval=1e-3,
         )
         assert worst * (1 - 1e-12) <= found.delta <= worst + 3 * 0.1
 
@@ -127,18 +154,33 @@ def test_infinite_losses_count_as_delta():
 def test_full_batches_with_costs_of_the_square_pay_nothing_for_adaptivity(epsilon):
     # There mu-GDP adds up whatever the choices (Koskela, Tobaben and Honkela 2023).
     levels, costs = [0.25, 0.5, 1.0], [1, 4, 16]
-    games = play(sample_rate=1.0, noise_multiplier=4.0, levels=levels, costs=costs, budget=32, epsilon=epsilon)
+    games = play(
+        sample_rate=1.0,
+        noise_multiplier=4.0,
+        levels=levels,
+        costs=costs,
+        budget=32,
+        epsilon=epsilon,
+    )
     exact = float(gaussian_delta(math.sqrt(2) / 4.0, epsilon))
-    assert exact <= games[0].delta <= float(gaussian_delta(math.sqrt(2) / 4.0, epsilon - games[0].error))
+    assert (
+        exact
+        <= games[0].delta
+        <= float(gaussian_delta(math.sqrt(2) / 4.0, epsilon - games[0].error))
+    )
     assert games[0].error < 0.01 * epsilon
 
 
 @pytest.mark.parametrize(
-    "direction, proposals", [("remove", [(0.9, 0.2), (1.3, 0.35)]), ("add", [(0.6, 0.5), (0.9, 0.7)])]
+    "direction, proposals",
+    [("remove", [(0.9, 0.2), (1.3, 0.35)]), ("add", [(0.6, 0.5), (0.9, 0.7)])],
 )
 def test_the_maximising_strategy_played_on_the_mechanism_attains_the_value(direction, proposals):
     epsilon = 1.2 if direction == "remove" else 0.7
-    pairs = [SampledGaussian(ADAPTIVE["sample_rate"], ADAPTIVE["noise_multiplier"] / z) for z in ADAPTIVE["levels"]]
+    pairs = [
+        SampledGaussian(ADAPTIVE["sample_rate"], ADAPTIVE["noise_multiplier"] / z)
+        for z in ADAPTIVE["levels"]
+    ]
     game = worst_case(
         pairs,
         costs=ADAPTIVE["costs"],
@@ -148,11 +190,15 @@ def test_the_maximising_strategy_played_on_the_mechanism_attains_the_value(direc
         interval=1e-3,
         choices=True,
     )
-    found, deviation = played(maximising(game), **ADAPTIVE, epsilon=epsilon, direction=direction, proposals=proposals)
+    found, deviation = played(
+        maximising(game), **ADAPTIVE, epsilon=epsilon, direction=direction, proposals=proposals
+    )
     assert deviation < 0.02 * found
     assert found - 4 * deviation <= game.delta <= found * 1.02 + 4 * deviation
     for level in (0, 1):
-        game_played = dict(ADAPTIVE, epsilon=epsilon, direction=direction, proposals=proposals, runs=50_000)
+        game_played = dict(
+            ADAPTIVE, epsilon=epsilon, direction=direction, proposals=proposals, runs=50_000
+        )
         other, deviation = played(constant(level, ADAPTIVE["costs"]), **game_played)
         assert other - 4 * deviation <= game.delta
 
@@ -160,7 +206,8 @@ def test_the_maximising_strategy_played_on_the_mechanism_attains_the_value(direc
 def test_never_below_random_strategies():
     epsilon, generator = 1.2, np.random.default_rng(1)
     bound = adaptive_delta(**ADAPTIVE, epsilon=epsilon)
-    # A strategy is a level for each stretch of the budget and of the loss; four hundred of them, fifty in each sample.
+    # A strategy is a level for each stretch of the budget and of the loss; four hundred of them,
+    # fifty in each sample.
     for seed in range(8):
         tables, whose = generator.integers(0, 2, size=(50, 6, 8)), np.arange(20_000) % 50
 
@@ -189,7 +236,9 @@ def test_the_natural_filter_breaks_its_promise():
     histories = [(budget - 20 * full, full) for full in range(11)]
     noises = [run["noise_multiplier"] / z for z in levels]
     promised = float(
-        epsilon_of_histories(histories, sample_rate=run["sample_rate"], noise_multipliers=noises, delta=delta).max()
+        epsilon_of_histories(
+            histories, sample_rate=run["sample_rate"], noise_multipliers=noises, delta=delta
+        ).max()
     )
     # Each history keeps (promised, delta), so the natural filter admits all that the budget admits.
     game = worst_case(
@@ -256,7 +305,14 @@ def test_rounding_is_accounted_for_far_below_the_smallest_relative_difference():
 @pytest.mark.parametrize(
     "run",
     [
-        dict(sample_rate=0.0025, noise_multiplier=3.1, levels=[0.2, 0.46], costs=[3, 8], budget=40, epsilon=0.707),
+        dict(
+            sample_rate=0.0025,
+            noise_multiplier=3.1,
+            levels=[0.2, 0.46],
+            costs=[3, 8],
+            budget=40,
+            epsilon=0.707,
+        ),
         dict(
             sample_rate=0.0012,
             noise_multiplier=3.0,
@@ -266,7 +322,15 @@ def test_rounding_is_accounted_for_far_below_the_smallest_relative_difference():
             epsilon=0.095,
             block=10,
         ),
-        dict(sample_rate=512 / 60_000, noise_multiplier=3.4, levels=[1.0], costs=[1], budget=10, epsilon=1.5, block=40),
+        dict(
+            sample_rate=512 / 60_000,
+            noise_multiplier=3.4,
+            levels=[1.0],
+            costs=[1],
+            budget=10,
+            epsilon=1.5,
+            block=40,
+        ),
     ],
 )
 def test_deltas_near_the_smallest_float_have_tiny_bounds(run):
@@ -277,21 +341,33 @@ def test_mechanisms_of_different_kinds_share_a_budget():
     pairs = [SampledGaussian(0.1, 2.0, 5), SampledGaussian(1.0, 10.0), Discrete(*coin(0.1))]
     value = worst_case(pairs, costs=[2, 1, 1], budget=8, epsilon=0.5).delta
     for chosen in itertools.combinations(range(3), 2):
-        part = worst_case([pairs[i] for i in chosen], costs=[[2, 1, 1][i] for i in chosen], budget=8, epsilon=0.5)
+        part = worst_case(
+            [pairs[i] for i in chosen], costs=[[2, 1, 1][i] for i in chosen], budget=8, epsilon=0.5
+        )
         assert part.delta <= value * (1 + 0.05)
 
 
 def test_bad_arguments_are_refused_by_name():
     good = dict(ADAPTIVE, epsilon=1.0)
     levels = [[0.0, 1.0], [0.5, 1.1], [1.0, 0.5], [0.5, 0.5], []]
-    refuses(adaptive_delta, good, levels=levels, costs=[[0, 5], [1.5, 5], [1]], budget=[0, 2.5], interval=[0.0])
-    refuses(adaptive_delta, good, sample_rate=[0.0], noise_multiplier=[0.0], epsilon=[-1.0], block=[0])
+    refuses(
+        adaptive_delta,
+        good,
+        levels=levels,
+        costs=[[0, 5], [1.5, 5], [1]],
+        budget=[0, 2.5],
+        interval=[0.0],
+    )
+    refuses(
+        adaptive_delta, good, sample_rate=[0.0], noise_multiplier=[0.0], epsilon=[-1.0], block=[0]
+    )
     refuses(adaptive_delta, dict(good, costs=[60, 70]), budget=[50])
     refuses(Discrete, dict(q=[0.5, 0.5]), p=[[0.5, 0.4]])
 
 
 def test_delta_does_not_jump_where_losses_are_bounded():
-    # Adding costs at most -16 ln 0.99 = 0.161; near it the tilt is large, and what is cut off must not count too much.
+    # Adding costs at most -16 ln 0.99 = 0.161; near it the tilt is large, and what is cut off must
+    # not count too much.
     run = dict(sample_rate=0.01, noise_multiplier=0.8, levels=[0.25], costs=[1], budget=1, block=16)
     deltas = [adaptive_delta(**run, epsilon=epsilon) for epsilon in (0.0775, 0.0791, 0.0830)]
     assert 1e-9 > deltas[1] > deltas[2] > 0 and deltas[0] > deltas[1]

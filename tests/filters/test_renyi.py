@@ -1,4 +1,6 @@
-"""The Rényi filter: budgets are never exceeded, nobody comes back, and the whole adaptive run keeps to them."""
+"""The Rényi filter: budgets are never exceeded, nobody comes back, and the whole adaptive run keeps
+to them.
+"""
 
 import math
 
@@ -50,7 +52,9 @@ def test_at_the_full_norm_the_filter_stops_after_as_many_steps_as_find_steps_say
 
 def test_norms_that_float32_rounded_up_pay_the_full_share_and_longer_ones_are_refused():
     run = dict(sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=0.1)
-    rounded, full = (RenyiFilter.for_epsilon(2, target_epsilons=2.0, target_delta=1e-5, **run) for _ in range(2))
+    rounded, full = (
+        RenyiFilter.for_epsilon(2, target_epsilons=2.0, target_delta=1e-5, **run) for _ in range(2)
+    )
     norms = torch.tensor([3.0, 0.2]).clamp(max=0.1)
     assert norms.double().max() > 0.1  # float32's 0.1
     assert rounded.admit(norms).all() and full.admit([0.1, 0.1]).all()
@@ -61,7 +65,9 @@ def test_norms_that_float32_rounded_up_pay_the_full_share_and_longer_ones_are_re
 NORMS = st.lists(st.floats(1e-6, 0.5) | st.just(0.0), min_size=3, max_size=3)
 
 
-@given(st.lists(NORMS, min_size=1, max_size=60), st.sampled_from([2, 3.7, 16]), st.floats(1e-3, 0.1))
+@given(
+    st.lists(NORMS, min_size=1, max_size=60), st.sampled_from([2, 3.7, 16]), st.floats(1e-3, 0.1)
+)
 @settings(max_examples=40, deadline=None)
 def test_no_budget_is_exceeded_and_inactive_examples_stay_inactive(history, order, budget):
     filter = RenyiFilter(3, **RUN, orders=order, budgets=budget)
@@ -71,9 +77,14 @@ def test_no_budget_is_exceeded_and_inactive_examples_stay_inactive(history, orde
         for i in range(3):
             if stays[i] and norms[i] > 0:
                 truth[i] += exact(norms[i], [order])[0]
-            elif before[i] and not stays[i]:  # with this step it would have exceeded, but for the chord's hair
+            # with this step it would have exceeded, but for the chord's hair
+            elif before[i] and not stays[i]:
                 assert truth[i] + exact(norms[i], [order])[0] > budget * (1 - 2e-3)
-        assert not (stays & ~before).any() and (truth <= budget).all() and (filter.spent <= budget).all()
+        assert (
+            not (stays & ~before).any()
+            and (truth <= budget).all()
+            and (filter.spent <= budget).all()
+        )
         assert (filter.spent[:, 0] >= truth * (1 - 1e-12)).all()
         before = stays
 
@@ -122,7 +133,8 @@ def adaptive_divergence(order, budget, direction, run, points=161):
         values = integrand(norm) if norm else densities(0.0)[0] * width
         if step == 2:
             return float(values.sum())
-        # Later norms depend on whether the outputs add up to more than a threshold: few distinct futures.
+        # Later norms depend on whether the outputs add up to more than a threshold: few distinct
+        # futures.
         cache, total = {}, 0.0
         for output, value in zip(grid.tolist(), values.tolist()):
             future = outputs + [output]
@@ -132,7 +144,9 @@ def adaptive_divergence(order, budget, direction, run, points=161):
             total += value * cache[key]
         return total
 
-    return math.log(moment(0, [], RenyiFilter(1, **run, orders=order, budgets=budget))) / (order - 1)
+    return math.log(moment(0, [], RenyiFilter(1, **run, orders=order, budgets=budget))) / (
+        order - 1
+    )
 
 
 @pytest.mark.parametrize("direction", ["remove", "add"])
@@ -152,11 +166,20 @@ def test_the_whole_adaptive_run_keeps_to_the_budget(direction, sample_rate):
 def test_budgets_differ_between_examples_and_are_their_guarantee():
     targets = torch.tensor([1.0, 2.0, 4.0, 2.0])
     filter = RenyiFilter.for_epsilon(4, target_epsilons=targets, target_delta=1e-5, **RUN)
-    assert torch.allclose(filter.epsilon(1e-5), targets.double(), rtol=1e-6) and (filter.epsilon(1e-5) <= targets).all()
+    assert (
+        torch.allclose(filter.epsilon(1e-5), targets.double(), rtol=1e-6)
+        and (filter.epsilon(1e-5) <= targets).all()
+    )
     admitted = sum(filter.admit([0.5] * 4).int() for _ in range(300)).tolist()
     assert admitted[0] < admitted[1] == admitted[3] < admitted[2]
     assert admitted == [
-        find_steps(target_epsilon=e, target_delta=1e-5, sample_rate=0.1, noise_multiplier=2.0, accountant="rdp")
+        find_steps(
+            target_epsilon=e,
+            target_delta=1e-5,
+            sample_rate=0.1,
+            noise_multiplier=2.0,
+            accountant="rdp",
+        )
         for e in targets.tolist()
     ]
     at_order = RenyiFilter.for_epsilon(2, target_epsilons=2.0, target_delta=1e-5, order=16, **RUN)
@@ -165,7 +188,9 @@ def test_budgets_differ_between_examples_and_are_their_guarantee():
 
 def test_chords_lie_above_the_divergence_by_little():
     orders, table = interpolation_table(0.02, 0.9, (1.5, 2, 8.5, 64))
-    shares = torch.rand(300, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).clamp(min=0.01)
+    shares = torch.rand(300, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).clamp(
+        min=0.01
+    )
     exact_ = rdp_sampled_gaussian(sample_rate=0.02, noise_multiplier=0.9 / shares, orders=orders)
     ratio = interpolate(shares, table) / exact_
     assert (ratio >= 1).all() and (ratio[:, :3] <= 1.001).all() and ratio.max() < 1.01
@@ -175,12 +200,19 @@ def test_training_leaves_out_examples_whose_budget_is_spent():
     generator = torch.Generator().manual_seed(0)
     y = torch.randint(2, (80,), generator=generator)
     x = torch.randn(80, 3, dtype=torch.float64, generator=generator) + y[:, None]
-    plan = DPSGDPlan(n=80, sample_rate=0.2, steps=30, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-3)
+    plan = DPSGDPlan(
+        n=80, sample_rate=0.2, steps=30, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-3
+    )
     model = torch.nn.Linear(3, 2).double()
 
     def filtered():
         filter = RenyiFilter.for_epsilon(
-            80, target_epsilons=1.5, target_delta=1e-3, sample_rate=0.2, noise_multiplier=2.0, max_grad_norm=1.0
+            80,
+            target_epsilons=1.5,
+            target_delta=1e-3,
+            sample_rate=0.2,
+            noise_multiplier=2.0,
+            max_grad_norm=1.0,
         )
         options = {"rounding": None, "accountant": "rdp", "clipping": "individual"}
         return filter, NormTracker.for_plan(
@@ -208,7 +240,9 @@ def test_training_leaves_out_examples_whose_budget_is_spent():
     assert (tracker.epsilon(1e-3) <= 1.5).all() and plan.epsilon(accountant="rdp") > 1.7
     _, fresh = filtered()
     fresh.load_state_dict(tracker.state_dict())
-    assert torch.equal(fresh.budget.active, filter.active) and torch.equal(fresh.epsilon(1e-3), tracker.epsilon(1e-3))
+    assert torch.equal(fresh.budget.active, filter.active) and torch.equal(
+        fresh.epsilon(1e-3), tracker.epsilon(1e-3)
+    )
 
 
 def test_a_state_that_no_filter_can_have_is_refused():
@@ -222,8 +256,19 @@ def test_a_state_that_no_filter_can_have_is_refused():
 
 
 def test_bad_parameters_are_refused_by_name():
-    numbers = dict(n=[0], sample_rate=[0.0], noise_multiplier=[0.0], max_grad_norm=[math.inf], orders=[1.0, [2, 2]])
-    refuses(RenyiFilter, dict(n=3, orders=4, budgets=0.1, **RUN), **numbers, budgets=[0.0, math.inf, [0.1, 0.2]])
+    numbers = dict(
+        n=[0],
+        sample_rate=[0.0],
+        noise_multiplier=[0.0],
+        max_grad_norm=[math.inf],
+        orders=[1.0, [2, 2]],
+    )
+    refuses(
+        RenyiFilter,
+        dict(n=3, orders=4, budgets=0.1, **RUN),
+        **numbers,
+        budgets=[0.0, math.inf, [0.1, 0.2]],
+    )
     target = dict(n=2, target_epsilons=1.0, target_delta=1e-5, **RUN)
     refuses(RenyiFilter.for_epsilon, target, noise_multiplier=["1", 0.0], sample_rate=["0.1"])
     refuses(RenyiFilter.for_epsilon, target, target_epsilons=[1e-9, [1.0, 2.0, 3.0]])
@@ -233,9 +278,17 @@ def test_bad_norms_and_states_are_refused():
     filter = RenyiFilter(2, **RUN, orders=4, budgets=0.1)
     refuses(filter.admit, {}, norms=[[0.1], [0.6, 0.1], [-0.1, 0.1], [math.nan, 0.1]])
     assert (filter.spent == 0).all() and filter.active.all()
-    refused("state", filter.load_state_dict, RenyiFilter(2, **RUN, orders=5, budgets=0.1).state_dict())
-    refused("same budgets", filter.load_state_dict, RenyiFilter(2, **RUN, orders=4, budgets=0.2).state_dict())
-    plan = DPSGDPlan(n=2, sample_rate=0.1, steps=9, max_grad_norm=0.5, noise_multiplier=2.0, delta=1e-3)
+    refused(
+        "state", filter.load_state_dict, RenyiFilter(2, **RUN, orders=5, budgets=0.1).state_dict()
+    )
+    refused(
+        "same budgets",
+        filter.load_state_dict,
+        RenyiFilter(2, **RUN, orders=4, budgets=0.2).state_dict(),
+    )
+    plan = DPSGDPlan(
+        n=2, sample_rate=0.1, steps=9, max_grad_norm=0.5, noise_multiplier=2.0, delta=1e-3
+    )
     with pytest.raises(ValueError, match="budget needs"):
         data = torch.ones(2, 1), torch.tensor([0, 1])
         NormTracker.for_plan(plan, torch.nn.Linear(1, 2), cross_entropy, data, budget=filter)
@@ -243,10 +296,16 @@ def test_bad_norms_and_states_are_refused():
 
 def test_an_incomplete_state_is_refused_and_admissions_are_copies():
     filter = RenyiFilter(2, **RUN, orders=[4.0], budgets=[[1e-9], [1.0]])
-    assert filter.admit([0.5, 0.5]).logical_not_().tolist() == [True, False] and filter.active.tolist() == [False, True]
+    assert filter.admit([0.5, 0.5]).logical_not_().tolist() == [
+        True,
+        False,
+    ] and filter.active.tolist() == [False, True]
     state = filter.state_dict()
     for name in state:
-        for change in ({**state, name: None}, {key: value for key, value in state.items() if key != name}):
+        for change in (
+            {**state, name: None},
+            {key: value for key, value in state.items() if key != name},
+        ):
             refused(f"state.*({name}|filter)", filter.load_state_dict, change)
 
 

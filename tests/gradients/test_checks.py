@@ -28,7 +28,9 @@ from dpcompanion.training.runs import Ensemble
 
 from ..refusals import refused, refuses
 
-PLAN = DPSGDPlan(n=20, sample_rate=0.5, steps=3, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+PLAN = DPSGDPlan(
+    n=20, sample_rate=0.5, steps=3, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3
+)
 X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
 
 
@@ -67,7 +69,16 @@ def test_the_other_ways_in_refuse_such_data_too():
     refused("float64", gradient_norms, model, cross_entropy, X.double(), Y, method="mixed")
     refused("tensors", NormTracker.for_plan, PLAN, model, cross_entropy, (X.numpy(), Y))
     for data in ((X.numpy(), Y), (X.double(), Y)):
-        refused("data must", train_ensemble, model, cross_entropy, data, PLAN, seeds=[0, 1], learning_rate=0.1)
+        refused(
+            "data must",
+            train_ensemble,
+            model,
+            cross_entropy,
+            data,
+            PLAN,
+            seeds=[0, 1],
+            learning_rate=0.1,
+        )
 
 
 def test_parameters_of_two_types_are_refused():
@@ -78,7 +89,9 @@ def test_parameters_of_two_types_are_refused():
 def test_an_optimizer_that_leaves_out_a_trainable_parameter_is_refused():
     """It got noise and an account, and never moved."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    refused(r"1\.weight, 1\.bias", fit, model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))
+    refused(
+        r"1\.weight, 1\.bias", fit, model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1)
+    )
     model[1].requires_grad_(False)
     fit(model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))
 
@@ -154,8 +167,22 @@ def test_a_loader_is_not_unpacked_and_its_data_set_is_asked_for():
     pairs = torch.utils.data.TensorDataset(X, Y)
     for data in (torch.utils.data.DataLoader(pairs), iter([(X, Y)]), None, 3):
         with pytest.raises(ValueError, match=f"data.*{type(data).__name__}"):
-            train(model, cross_entropy, data, PLAN, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    refused("data", train, model, cross_entropy, (X, Y, X), PLAN, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+            train(
+                model,
+                cross_entropy,
+                data,
+                PLAN,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            )
+    refused(
+        "data",
+        train,
+        model,
+        cross_entropy,
+        (X, Y, X),
+        PLAN,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    )
 
 
 def test_a_finished_run_is_read_without_a_warning(tmp_path, recwarn):
@@ -182,7 +209,9 @@ def cast():
 def test_shorter_products_of_float32_are_refused(method, setting):
     torch.set_float32_matmul_precision(setting)
     try:
-        with pytest.raises(ValueError, match=r"full float32.*set_float32_matmul_precision\('highest'\)"):
+        with pytest.raises(
+            ValueError, match=r"full float32.*set_float32_matmul_precision\('highest'\)"
+        ):
             clipped_sum(nn.Linear(4, 3), cross_entropy, X, Y, 0.1, method=method)
         refused("full float32", fit, nn.Linear(4, 3), method=method)
     finally:
@@ -209,11 +238,24 @@ def test_an_autocast_of_the_callers_is_refused_and_one_of_the_models_is_not(meth
         fit(nn.Linear(4, 3), method=method)
     with cast(), pytest.raises(ValueError, match=r"outside torch\.autocast"):
         train_ensemble(
-            nn.Linear(4, 3), cross_entropy, (X, Y), PLAN, seeds=[0], learning_rate=0.1, method=method, progress=False
+            nn.Linear(4, 3),
+            cross_entropy,
+            (X, Y),
+            PLAN,
+            seeds=[0],
+            learning_rate=0.1,
+            method=method,
+            progress=False,
         )
     if method != "func":
-        whole, fewer = (clipped_sum(model, cross_entropy, x[:k], y[:k], 0.1, method=method) for k in (1024, 1023))
-        moved = sum((g - fewer.gradients[name]).double().square().sum() for name, g in whole.gradients.items()).sqrt()
+        whole, fewer = (
+            clipped_sum(model, cross_entropy, x[:k], y[:k], 0.1, method=method)
+            for k in (1024, 1023)
+        )
+        moved = sum(
+            (g - fewer.gradients[name]).double().square().sum()
+            for name, g in whole.gradients.items()
+        ).sqrt()
         assert moved <= 0.1 * 1.001
 
 
@@ -239,7 +281,15 @@ def test_a_callback_that_changes_the_plan_is_refused(change):
             progress=False,
         )
     assert steps == [1]
-    ensemble = Ensemble(model, cross_entropy, (X, Y), PLAN, seeds=[0, 1], learning_rate=0.1, performance=Performance())
+    ensemble = Ensemble(
+        model,
+        cross_entropy,
+        (X, Y),
+        PLAN,
+        seeds=[0, 1],
+        learning_rate=0.1,
+        performance=Performance(),
+    )
     with pytest.raises((TypeError, AttributeError)):
         ensemble.plans[:] = [change]
     with pytest.raises(AttributeError):
@@ -247,7 +297,9 @@ def test_a_callback_that_changes_the_plan_is_refused(change):
     own = dataclasses.replace(PLAN, max_grad_norm=torch.full((20,), 0.5))
     callbacks = Callbacks(on_step=lambda ensemble: ensemble.plans[0].max_grad_norm.fill_(100.0))
     options = {"seeds": [0], "learning_rate": 0.1, "progress": False}
-    refused("plan", train_ensemble, model, cross_entropy, (X, Y), own, callbacks=callbacks, **options)
+    refused(
+        "plan", train_ensemble, model, cross_entropy, (X, Y), own, callbacks=callbacks, **options
+    )
     refused("plans", train_ensemble, model, cross_entropy, (X, Y), [None], **options)
 
 
@@ -264,7 +316,13 @@ class Batched(torch.utils.data.Dataset):
         return X[i] + (torch.rand(4) if self.kind == "at random" else 0), int(Y[i])
 
     def __getitems__(self, places):
-        places = sorted(places) if self.kind == "sorted" else places[1:] if self.kind == "short" else places
+        places = (
+            sorted(places)
+            if self.kind == "sorted"
+            else places[1:]
+            if self.kind == "short"
+            else places
+        )
         return [self[i] for i in places]
 
 
@@ -280,8 +338,18 @@ def test_a_data_set_that_gives_its_items_in_another_order_is_refused():
             seed=0,
             progress=False,
         )
-    for kind, said in (("sorted", "in the order"), ("short", "as many items as it is asked for, 8, got 7")):
-        refused(f"data.*{said}", NormTracker.for_plan, PLAN, nn.Linear(4, 3), cross_entropy, Batched(kind))
+    for kind, said in (
+        ("sorted", "in the order"),
+        ("short", "as many items as it is asked for, 8, got 7"),
+    ):
+        refused(
+            f"data.*{said}",
+            NormTracker.for_plan,
+            PLAN,
+            nn.Linear(4, 3),
+            cross_entropy,
+            Batched(kind),
+        )
 
 
 class Flipped(torch.utils.data.Dataset):
@@ -298,7 +366,8 @@ class Flipped(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize(
-    "coin", [lambda: torch.rand(()) < 0.5, lambda: np.random.rand() < 0.5, lambda: random.random() < 0.5]
+    "coin",
+    [lambda: torch.rand(()) < 0.5, lambda: np.random.rand() < 0.5, lambda: random.random() < 0.5],
 )
 def test_data_sets_that_augment_at_random_are_taken_and_their_generators_go_on_as_they_were(coin):
     subset = torch.utils.data.Subset(Flipped(coin), range(20))
@@ -356,6 +425,8 @@ def test_a_tracker_of_a_plan_with_a_number_for_each_example_is_refused_in_words(
 def test_clip_norms_may_be_a_list():
     limits = [0.1 + 0.01 * i for i in range(20)]
     model = nn.Linear(4, 3)
-    one, other = (clipped_sum(model, cross_entropy, X, Y, each) for each in (limits, torch.tensor(limits)))
+    one, other = (
+        clipped_sum(model, cross_entropy, X, Y, each) for each in (limits, torch.tensor(limits))
+    )
     assert torch.allclose(one.gradients["weight"], other.gradients["weight"])
     refused("shape", clipped_sum, model, cross_entropy, X, Y, limits[:3])

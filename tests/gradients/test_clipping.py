@@ -22,7 +22,10 @@ def oracle(model, loss, x, y, max_grad_norm):
     total, norms = [torch.zeros_like(p) for p in parameters], []
     for i in range(len(x)):
         gradient = torch.autograd.grad(
-            loss(model(x[i : i + 1]), y[i : i + 1]).sum(), parameters, materialize_grads=True, allow_unused=True
+            loss(model(x[i : i + 1]), y[i : i + 1]).sum(),
+            parameters,
+            materialize_grads=True,
+            allow_unused=True,
         )
         norms.append(torch.cat([g.flatten() for g in gradient]).norm())
         for t, g in zip(total, gradient):
@@ -39,7 +42,11 @@ class Repeated(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.linear, self.norm = nn.Conv2d(2, 2, 3, padding=1), nn.Linear(8, 8), nn.GroupNorm(2, 2)
+        self.conv, self.linear, self.norm = (
+            nn.Conv2d(2, 2, 3, padding=1),
+            nn.Linear(8, 8),
+            nn.GroupNorm(2, 2),
+        )
         self.head = nn.Linear(8, 3)
 
     def forward(self, x):
@@ -50,7 +57,11 @@ class Repeated(nn.Module):
 class Tokens(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.norm, self.linear = nn.Embedding(7, 5, padding_idx=0), nn.LayerNorm(5), nn.Linear(5, 4)
+        self.embedding, self.norm, self.linear = (
+            nn.Embedding(7, 5, padding_idx=0),
+            nn.LayerNorm(5),
+            nn.Linear(5, 4),
+        )
         self.head = nn.Linear(4, 3)
 
     def forward(self, x):
@@ -85,7 +96,16 @@ MODELS = {
     ),
     "strided, dilated, grouped, reflected": (
         lambda: nn.Sequential(
-            nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(2, 1), dilation=(1, 2), groups=2, padding_mode="reflect"),
+            nn.Conv2d(
+                4,
+                6,
+                (3, 2),
+                stride=(2, 1),
+                padding=(2, 1),
+                dilation=(1, 2),
+                groups=2,
+                padding_mode="reflect",
+            ),
             nn.Tanh(),
             nn.Conv2d(6, 6, 3, padding="same", groups=6),
             nn.Flatten(),
@@ -109,7 +129,10 @@ MODELS = {
     ),
     "repeated layers": (Repeated, lambda: images(2, 16, 4)[:, :, :8]),
     "embedding": (Tokens, lambda: torch.randint(7, (5, 6))),
-    "own layer": (lambda: nn.Sequential(nn.Linear(4, 3), Scale(), nn.PReLU(3), nn.Linear(3, 3)), lambda: images(4)),
+    "own layer": (
+        lambda: nn.Sequential(nn.Linear(4, 3), Scale(), nn.PReLU(3), nn.Linear(3, 3)),
+        lambda: images(4),
+    ),
     "inplace activation": (
         lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
         lambda: images(4),
@@ -153,7 +176,9 @@ def test_a_single_example_and_none_at_all_are_batches(method):
     model, x, y = build("mnist cnn")
     total, norms = oracle(model, cross_entropy, x[:1], y[:1], 0.1)
     one = clipped_sum(model, cross_entropy, x[:1], y[:1], 0.1, method=method)
-    assert relative(one.gradients["0.weight"], total[0]) < 1e-10 and relative(one.norms, norms) < 1e-10
+    assert (
+        relative(one.gradients["0.weight"], total[0]) < 1e-10 and relative(one.norms, norms) < 1e-10
+    )
     none = clipped_sum(model, cross_entropy, x[:0], y[:0], 0.1, method=method)
     assert none.norms.shape == (0,) and all((g == 0).all() for g in none.gradients.values())
     assert gradient_norms(model, cross_entropy, x[:0], y[:0], method=method).shape == (0,)
@@ -165,7 +190,9 @@ def test_each_example_may_have_a_clip_norm_of_its_own_in_any_chunks(method):
     limits = torch.tensor([0.1, 0.5, 0.01, 100.0, 0.3], dtype=torch.float64)
     total, _ = oracle(model, cross_entropy, x, y, limits)
     for microbatch_size in (1, 2, 5, None):
-        result = clipped_sum(model, cross_entropy, x, y, limits, method=method, microbatch_size=microbatch_size)
+        result = clipped_sum(
+            model, cross_entropy, x, y, limits, method=method, microbatch_size=microbatch_size
+        )
         for ours, theirs in zip(result.gradients.values(), total):
             assert relative(ours, theirs) < 1e-10
 
@@ -203,7 +230,9 @@ def test_losses_of_a_finer_type_than_the_models_lift_no_gradient_above_the_clip_
     x, y = 5 * torch.randn(12, 6), torch.arange(12) % 3
     for limit in (0.01, 0.11):
         for row in range(len(x)):
-            sums = clipped_sum(model, loss, x[row : row + 1], y[row : row + 1], limit, method=method).gradients
+            sums = clipped_sum(
+                model, loss, x[row : row + 1], y[row : row + 1], limit, method=method
+            ).gradients
             assert torch.cat([g.flatten().double() for g in sums.values()]).norm() <= limit
 
 
@@ -227,7 +256,9 @@ def test_clipped_gradients_are_not_added_up_in_half_precision(kind):
 
 
 def test_a_norm_alone_may_come_from_another_product_than_the_norm_that_clips(monkeypatch):
-    """Thirty-two positions of width 96: a gradient that the sum takes anyway is made, one for its norm alone is not."""
+    """Thirty-two positions of width 96: a gradient that the sum takes anyway is made, one for its
+    norm alone is not.
+    """
     torch.manual_seed(0)
     model, made = nn.Linear(96, 96), []
     x, y = torch.randn(6, 32, 96), torch.zeros(6, 32, 96)
@@ -257,16 +288,25 @@ class Weighed(nn.Module):
         self.layer, self.weights = layer, torch.tensor(weights)
 
     def forward(self, x):
-        return (self.layer(x).flatten(2).mT if isinstance(self.layer, nn.Conv2d) else self.layer(x)).mT @ self.weights
+        return (
+            self.layer(x).flatten(2).mT if isinstance(self.layer, nn.Conv2d) else self.layer(x)
+        ).mT @ self.weights
 
 
 CANCELLING = {
-    # of layers that see the same everywhere: what they are, their input for a size, and how positions are weighed
-    "linear": (lambda: nn.Linear(64, 32), lambda size: size * torch.linspace(0.7, 1.3, 64).expand(1, 4, 64)),
+    # of layers that see the same everywhere: what they are, their input for a size, and how
+    # positions are weighed
+    "linear": (
+        lambda: nn.Linear(64, 32),
+        lambda size: size * torch.linspace(0.7, 1.3, 64).expand(1, 4, 64),
+    ),
     "bias": (lambda: nn.Linear(64, 32), lambda size: torch.zeros(1, 4, 64)),
     "convolution": (lambda: nn.Conv2d(3, 8, 1), lambda size: size * torch.ones(1, 3, 2, 2)),
     "embedding": (lambda: nn.Embedding(9, 32), lambda size: torch.full((1, 4), 3)),
-    "weight norm": (lambda: WeightNorm(64, 32), lambda size: size * torch.linspace(0.7, 1.3, 64).expand(1, 4, 64)),
+    "weight norm": (
+        lambda: WeightNorm(64, 32),
+        lambda size: size * torch.linspace(0.7, 1.3, 64).expand(1, 4, 64),
+    ),
     "standardised": (
         lambda: models.StandardizedConv2d(3, 8, 1),
         lambda size: size * torch.linspace(0.7, 1.3, 3)[:, None, None].expand(1, 3, 2, 2),
@@ -284,10 +324,17 @@ def test_what_is_rounded_where_a_gradient_cancels_is_no_longer_than_the_clip_nor
     for size in (1.0, 1e4, 1e8, 1e12, 1e30, 3e37):
 
         def loss(outputs, targets):
-            return (outputs - size).square().sum(1) if name in ("bias", "embedding") else outputs.sum(1)
+            return (
+                (outputs - size).square().sum(1)
+                if name in ("bias", "embedding")
+                else outputs.sum(1)
+            )
 
         for count in (1, 2):  # the other one has no clip norm
-            x, limits = of_size(size).repeat_interleave(count, 0), torch.tensor([clip, 1e-30][:count]).double()
+            x, limits = (
+                of_size(size).repeat_interleave(count, 0),
+                torch.tensor([clip, 1e-30][:count]).double(),
+            )
             found = clipped_sum(model, loss, x, torch.zeros(count), limits, method=method)
             share = torch.cat([g.flatten().double() for g in found.gradients.values()]).norm()
             assert share <= clip
@@ -309,7 +356,8 @@ def test_gram_norms_in_float32_survive_terms_that_cancel():
     g[:, 3] = -g[:, :3].sum(1)
     exact = torch.einsum("npo,npi->noi", g.double(), a.double()).norm()
     found = layers.Ghost(layer, [(a, g)]).squared_norms().sqrt()[0]
-    assert exact <= found < exact * (1 + 1e-3)  # with what the sum may round: terms are 500 times as long
+    # with what the sum may round: terms are 500 times as long
+    assert exact <= found < exact * (1 + 1e-3)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -333,7 +381,12 @@ def test_a_gradient_that_is_not_finite_contributes_nothing(method, bad):
 
 @pytest.mark.parametrize(
     "layer",
-    [nn.BatchNorm1d(3), nn.SyncBatchNorm(3), nn.LazyBatchNorm1d(), nn.InstanceNorm1d(3, track_running_stats=True)],
+    [
+        nn.BatchNorm1d(3),
+        nn.SyncBatchNorm(3),
+        nn.LazyBatchNorm1d(),
+        nn.InstanceNorm1d(3, track_running_stats=True),
+    ],
 )
 def test_layers_that_mix_examples_are_refused_by_name(layer):
     model = nn.ModuleDict({"first": nn.Linear(3, 3), "mixer": layer})
@@ -387,7 +440,9 @@ class Overwritten(Outside):
         return self.head(hidden)
 
 
-@pytest.mark.parametrize("make, message", [(Tied, "share"), (Outside, "outside"), (Overwritten, "in place")])
+@pytest.mark.parametrize(
+    "make, message", [(Tied, "share"), (Outside, "outside"), (Overwritten, "in place")]
+)
 def test_a_model_that_layers_cannot_explain_is_left_to_torch_func(make, message):
     torch.manual_seed(0)
     model, x, y = make().double(), torch.randn(5, 4).double(), torch.randint(3, (5,))
@@ -415,8 +470,13 @@ def test_a_layer_whose_weight_is_used_beside_it_is_found_out():
 def test_bad_input_is_refused_by_name():
     model, x, y = build("linear")
     good = dict(model=model, loss=cross_entropy, x=x, y=y, max_grad_norm=1.0, method="mixed")
-    refuses(clipped_sum, good, max_grad_norm=[0.0, torch.ones(3)], method=["magic"], microbatch_size=[0])
-    for words, change in (("as many inputs as targets", {"y": y[:4]}), ("reduction='none'", {"loss": F.cross_entropy})):
+    refuses(
+        clipped_sum, good, max_grad_norm=[0.0, torch.ones(3)], method=["magic"], microbatch_size=[0]
+    )
+    for words, change in (
+        ("as many inputs as targets", {"y": y[:4]}),
+        ("reduction='none'", {"loss": F.cross_entropy}),
+    ):
         refused(words, clipped_sum, **good | change)
 
 
@@ -462,7 +522,9 @@ class Seen(nn.Module):
         ),
     ],
 )
-def test_colour_images_go_through_with_channels_last_and_nothing_else_changes(make, method, monkeypatch):
+def test_colour_images_go_through_with_channels_last_and_nothing_else_changes(
+    make, method, monkeypatch
+):
     torch.manual_seed(0)
     model, x, y = make(), torch.randn(6, 3, 12, 12), torch.randint(3, (6,))
     found = clipped_sum(model, cross_entropy, x, y, 0.5, method=method)
@@ -506,7 +568,10 @@ class Positioned(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.place, self.inner = nn.Parameter(torch.randn(4)), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        self.place, self.inner = (
+            nn.Parameter(torch.randn(4)),
+            nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
+        )
 
     def forward(self, x):
         return self.inner(x + self.place)
@@ -526,7 +591,9 @@ def test_norms_of_large_layers_do_not_come_out_too_small_and_sums_keep_to_the_cl
     model = nn.Linear(600, 500)
     x, y = torch.ones(3, 600), torch.zeros(3, dtype=torch.int64)
     x[1] = torch.randn(600)
-    exact = gradient_norms(copy.deepcopy(model).double(), cross_entropy, x.double(), y, method="func")
+    exact = gradient_norms(
+        copy.deepcopy(model).double(), cross_entropy, x.double(), y, method="func"
+    )
     norms = gradient_norms(model, cross_entropy, x, y, method=method).double()
     assert (norms / exact - 1).abs().max() < 7e-7
     for i in range(3):
@@ -537,7 +604,9 @@ def test_norms_of_large_layers_do_not_come_out_too_small_and_sums_keep_to_the_cl
 def test_a_sum_of_squares_of_many_equal_numbers_is_right_to_single_precision():
     for numbers in (1, 255, 256, 257, 1_000_000):
         values = torch.full((2, numbers), 0.1) * torch.tensor([[1.0], [0.7]])
-        torch.testing.assert_close(layers.squared_norms(values), values.double().square().sum(1), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            layers.squared_norms(values), values.double().square().sum(1), rtol=1e-6, atol=0
+        )
     assert layers.squared_norms(torch.tensor([3.0, 4.0])).tolist() == [9, 16]
     assert layers.squared_norms(torch.zeros(0, 5)).tolist() == []
 
@@ -546,7 +615,9 @@ def test_func_holds_no_more_gradients_than_fit_however_many_are_asked_for(monkey
     seen, work = [], sums.functional
     monkeypatch.setattr(clipping, "BUDGET", 60)
     monkeypatch.setattr(
-        clipping, "functional", lambda *args, **options: seen.append(len(args[2])) or work(*args, **options)
+        clipping,
+        "functional",
+        lambda *args, **options: seen.append(len(args[2])) or work(*args, **options),
     )
     model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.arange(10) % 3
     norms = gradient_norms(model, cross_entropy, x, y, method="func", microbatch_size=10)
@@ -578,8 +649,9 @@ class Inplace(nn.Module):
 @pytest.mark.parametrize("method", ["mixed", "ghost", "func"])
 @pytest.mark.parametrize("kind", ["linear", "norm", "used before", "a part"])
 def test_a_layer_before_an_in_place_activation_keeps_its_gradient(kind, method):
-    """Linear layers on 4-D input and instance norm return views; after ReLU(inplace=True) autograd came by another node
-    than the recorded one, and the layer was skipped: norms up to 21% short."""
+    """Linear layers on 4-D input and instance norm return views; after ReLU(inplace=True) autograd
+    came by another node than the recorded one, and the layer was skipped: norms up to 21% short.
+    """
     torch.manual_seed(0)
     model, x, y = Inplace(kind).double(), torch.randn(6, 3, 4, 5).double(), torch.arange(6) % 3
     for p in (model.norm if kind != "norm" else model.first).parameters():
@@ -623,9 +695,13 @@ def test_a_layer_whose_output_nobody_uses_has_a_gradient_of_zero():
 
 
 @pytest.mark.parametrize("method", ["mixed", "ghost", "func"])
-@pytest.mark.parametrize("dtype, scale", [(torch.float32, 1e-25), (torch.float32, 1e-44), (torch.float64, 1e-170)])
+@pytest.mark.parametrize(
+    "dtype, scale", [(torch.float32, 1e-25), (torch.float32, 1e-44), (torch.float64, 1e-170)]
+)
 def test_no_gradient_but_zero_has_norm_zero(method, dtype, scale):
-    """In float32 the squares of 1e-25 are 0: norms came out as 0, and an example with such a gradient cost nothing."""
+    """In float32 the squares of 1e-25 are 0: norms came out as 0, and an example with such a
+    gradient cost nothing.
+    """
     model = nn.Sequential(nn.Linear(4, 3)).to(dtype)
     x, y = torch.ones(3, 4, dtype=dtype), torch.arange(3) % 3
     x[2] = 0
@@ -645,7 +721,8 @@ def test_no_gradient_but_zero_has_norm_zero(method, dtype, scale):
         method="func",
     )
     assert (norms[:2] > 0).all() and norms[2] == 0
-    assert (norms.double() * (1 + 1e-6) >= exact / 2.0**400).all() or scale == 1e-44  # a subnormal has few digits
+    # a subnormal has few digits
+    assert (norms.double() * (1 + 1e-6) >= exact / 2.0**400).all() or scale == 1e-44
 
 
 def test_sums_of_squares_of_small_numbers_are_rounded_up():
@@ -653,12 +730,18 @@ def test_sums_of_squares_of_small_numbers_are_rounded_up():
         values = torch.zeros(3, 700, dtype=dtype)
         values[0, 5], values[1] = small, small
         norms = layers.squared_norms(values).sqrt()
-        assert norms[0] >= values[0, 5].double() and norms[1] >= values[1, 0].double() and norms[2] == 0
+        assert (
+            norms[0] >= values[0, 5].double()
+            and norms[1] >= values[1, 0].double()
+            and norms[2] == 0
+        )
     assert layers.squared_norms(torch.zeros(2, 0)).tolist() == [0, 0]
 
 
 def test_a_batched_gradient_that_the_framework_gets_wrong_is_refused():
-    """Instance norm whose output has its channels moved: PyTorch's gradient of a batch is not that of its examples."""
+    """Instance norm whose output has its channels moved: PyTorch's gradient of a batch is not that
+    of its examples.
+    """
 
     class Last(torch.nn.Module):
         def forward(self, x):
@@ -681,7 +764,9 @@ def test_a_batched_gradient_that_the_framework_gets_wrong_is_refused():
         found = clipping.gradient_norms(model, clipping.cross_entropy, x, y, method=used)
         alone = torch.cat(
             [
-                clipping.gradient_norms(model, clipping.cross_entropy, x[i : i + 1], y[i : i + 1], method=used)
+                clipping.gradient_norms(
+                    model, clipping.cross_entropy, x[i : i + 1], y[i : i + 1], method=used
+                )
                 for i in range(9)
             ]
         )
@@ -696,7 +781,9 @@ def test_a_batched_gradient_that_the_framework_gets_wrong_is_refused():
         lambda: nn.Linear(4, 2, bias=False),
         lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)),
         lambda: nn.Sequential(nn.Linear(4, 5, bias=False), nn.ReLU(), nn.Linear(5, 2, bias=False)),
-        lambda: nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 5, 2), nn.Tanh(), nn.Flatten(), nn.Linear(5, 2)),
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 5, 2), nn.Tanh(), nn.Flatten(), nn.Linear(5, 2)
+        ),
     ],
 )
 def test_a_layer_with_one_position_drops_what_is_not_finite(model, method, bad):

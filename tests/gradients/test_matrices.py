@@ -1,4 +1,6 @@
-"""Gradients of weights as products of matrices, by patches and by strips, against automatic differentiation."""
+"""Gradients of weights as products of matrices, by patches and by strips, against automatic
+differentiation.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,10 @@ from dpcompanion.gradients import matrices
 def one_by_one(layer, a, g):
     """The gradient of the weight for each example alone."""
     return torch.stack(
-        [torch.autograd.grad(layer(a[i : i + 1]), layer.weight, g[i : i + 1])[0].movedim(1, -1) for i in range(len(a))]
+        [
+            torch.autograd.grad(layer(a[i : i + 1]), layer.weight, g[i : i + 1])[0].movedim(1, -1)
+            for i in range(len(a))
+        ]
     )
 
 
@@ -27,7 +32,11 @@ CONVOLUTIONS = [
 
 def in_all_ways(test):
     """By patches and by strips, in either layout of memory, for every kind of convolution."""
-    for name, values in (("strips", [False, True]), ("channels_last", [False, True]), ("options", CONVOLUTIONS)):
+    for name, values in (
+        ("strips", [False, True]),
+        ("channels_last", [False, True]),
+        ("options", CONVOLUTIONS),
+    ):
         test = pytest.mark.parametrize(name, values, ids=str)(test)
     return test
 
@@ -49,7 +58,9 @@ def test_gradients_of_convolutions(monkeypatch, options, channels_last, strips):
 
 @in_all_ways
 def test_gradients_of_convolutions_in_bfloat16(monkeypatch, options, channels_last, strips):
-    """Sums of ones and minus ones, as many as bfloat16 has whole numbers for, come out as they are."""
+    """Sums of ones and minus ones, as many as bfloat16 has whole numbers for, come out as they
+    are.
+    """
     torch.manual_seed(0)
     layer = nn.Conv2d(4, 8, **options).double()
     a = torch.randint(-1, 2, (5, 4, 11, 9)).double()

@@ -15,8 +15,10 @@ def data(n, *shape):
 
 
 def test_what_an_example_leaves_is_counted():
-    """Of a convolution of 3 x 3 from 2 to 4 channels on 6 x 6 pixels: its inputs, its output gradients and one gradient
-    of weight and bias; of the linear layer after it, with one position, no gradient that is held."""
+    """Of a convolution of 3 x 3 from 2 to 4 channels on 6 x 6 pixels: its inputs, its output
+    gradients and one gradient of weight and bias; of the linear layer after it, with one position,
+    no gradient that is held.
+    """
     model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Flatten(), nn.Linear(4 * 36, 10))
     x, y = data(3, 2, 6, 6)
     alone = 2 * 36 + 4 * 36 + (4 * 2 * 9 + 4) + 4 * 36 + 10
@@ -24,7 +26,9 @@ def test_what_an_example_leaves_is_counted():
     assert bytes_left(model.double(), cross_entropy, x.double(), y, "mixed") == 3 * 8 * alone
 
 
-@pytest.mark.parametrize("task", [lambda *a, **o: gradient_norms(*a, **o), lambda *a, **o: clipped_sum(*a, 0.5, **o)])
+@pytest.mark.parametrize(
+    "task", [lambda *a, **o: gradient_norms(*a, **o), lambda *a, **o: clipped_sum(*a, 0.5, **o)]
+)
 @pytest.mark.slow
 def test_large_networks_are_taken_in_small_portions(monkeypatch, task):
     model, sizes = models.resnet20(seed=0), []
@@ -62,7 +66,9 @@ def test_another_precision_is_noticed():
     model = models.mnist_cnn(seed=0)
     x, y = data(40, 1, 28, 28)
     single = microbatches.default_microbatch_size(model, cross_entropy, x, y, "mixed")
-    double = microbatches.default_microbatch_size(model.double(), cross_entropy, x.double(), y, "mixed")
+    double = microbatches.default_microbatch_size(
+        model.double(), cross_entropy, x.double(), y, "mixed"
+    )
     assert microbatches.FEWEST < double < single < microbatches.MOST
 
 
@@ -72,4 +78,8 @@ def test_freezing_a_layer_is_noticed():
     all_of_it = microbatches.default_microbatch_size(model, cross_entropy, x, y, "mixed")
     for p in list(model.parameters())[:-2]:
         p.requires_grad_(False)
-    assert all_of_it < microbatches.default_microbatch_size(model, cross_entropy, x, y, "mixed") == microbatches.MOST
+    assert (
+        all_of_it
+        < microbatches.default_microbatch_size(model, cross_entropy, x, y, "mixed")
+        == microbatches.MOST
+    )

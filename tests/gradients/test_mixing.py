@@ -1,4 +1,6 @@
-"""Losses that mix examples, and models that begin to: exact, or refused before the step is taken."""
+"""Losses that mix examples, and models that begin to: exact, or refused before the step is
+taken.
+"""
 
 import copy
 
@@ -24,7 +26,8 @@ from ..refusals import refused
 
 N = 40
 GENERATOR = torch.Generator().manual_seed(0)
-X, Y = torch.randn(N, 4, generator=GENERATOR), (torch.arange(N) == 3).long()  # one example of the rare class
+# one example of the rare class
+X, Y = torch.randn(N, 4, generator=GENERATOR), (torch.arange(N) == 3).long()
 TOKENS = torch.randint(1, 9, (N, 6), generator=GENERATOR)
 TOKENS[torch.arange(6)[None] > torch.arange(N)[:, None] % 6] = 0
 PLAN = DPSGDPlan(n=N, sample_rate=0.5, steps=6, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
@@ -129,8 +132,12 @@ def test_a_loss_of_each_example_s_own_is_exact(name, method):
     expected = []
     for i in range(N):
         value = loss(model(data[0][i : i + 1]), data[1][i : i + 1]).sum()
-        expected.append(torch.cat([g.flatten() for g in torch.autograd.grad(value, model.parameters())]).norm())
-    assert torch.allclose(gradient_norms(model, loss, *data, method=method), torch.stack(expected), rtol=1e-4)
+        expected.append(
+            torch.cat([g.flatten() for g in torch.autograd.grad(value, model.parameters())]).norm()
+        )
+    assert torch.allclose(
+        gradient_norms(model, loss, *data, method=method), torch.stack(expected), rtol=1e-4
+    )
     fit(model, loss, data, method=method)
 
 
@@ -139,12 +146,23 @@ def test_a_rare_example_that_shifts_all_losses_is_found_in_the_step_that_draws_i
     n = 400
     x, y = torch.randn(n, 4, generator=GENERATOR), torch.zeros(n, dtype=torch.int64)
     y[5] = 1
-    plan = DPSGDPlan(n=n, sample_rate=0.3, steps=40, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-4)
+    plan = DPSGDPlan(
+        n=n, sample_rate=0.3, steps=40, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-4
+    )
     model, taken = build(nn.Linear), []
     note = Callbacks(on_step=lambda run: taken.append(bool((run.indices == 5).any())))
     with pytest.raises(ValueError, match="loss"):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        train(model, weighted_share, (x, y), plan, optimizer=optimizer, seed=0, progress=False, callbacks=note)
+        train(
+            model,
+            weighted_share,
+            (x, y),
+            plan,
+            optimizer=optimizer,
+            seed=0,
+            progress=False,
+            callbacks=note,
+        )
     assert not any(taken)
 
 
@@ -190,7 +208,9 @@ def wake(run, kind):
 def test_a_model_that_wakes_up_in_the_middle_of_a_run_is_refused(kind, method):
     model, steps = Sleeper(kind), []
     callbacks = Callbacks(on_step=lambda run: (steps.append(run.step), wake(run, kind)))
-    plan = DPSGDPlan(n=N, sample_rate=0.5, steps=500, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+    plan = DPSGDPlan(
+        n=N, sample_rate=0.5, steps=500, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="model"):
         train(
@@ -208,7 +228,9 @@ def test_a_model_that_wakes_up_in_the_middle_of_a_run_is_refused(kind, method):
 
 
 def pretrained(trainable=False):
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(27, 2))
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(27, 2)
+    )
     model(torch.randn(30, 2, 5, 5, generator=GENERATOR))
     model[:3].requires_grad_(trainable)
     model[1].eval()
@@ -220,11 +242,15 @@ IMAGES = torch.randn(N, 2, 5, 5, generator=GENERATOR)
 
 @pytest.mark.parametrize("method", clipping.METHODS)
 @pytest.mark.parametrize("trainable", [False, True])
-def test_batch_norm_in_evaluation_mode_is_a_fixed_map_and_its_norms_are_those_of_autograd(trainable, method):
+def test_batch_norm_in_evaluation_mode_is_a_fixed_map_and_its_norms_are_those_of_autograd(
+    trainable, method
+):
     model = pretrained(trainable)
     parameters = [p for p in model.parameters() if p.requires_grad]
     values = [cross_entropy(model(IMAGES[i : i + 1]), Y[i : i + 1]).sum() for i in range(N)]
-    expected = [torch.cat([g.flatten() for g in torch.autograd.grad(v, parameters)]).norm() for v in values]
+    expected = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(v, parameters)]).norm() for v in values
+    ]
     found = gradient_norms(model, cross_entropy, IMAGES, Y, method=method)
     assert torch.allclose(found, torch.stack(expected), rtol=1e-4)
     mean = model[1].running_mean.clone()
@@ -234,7 +260,9 @@ def test_batch_norm_in_evaluation_mode_is_a_fixed_map_and_its_norms_are_those_of
 
 def test_a_frozen_batch_norm_that_wakes_up_is_refused_and_one_that_a_callback_wakes_is_put_back():
     model = pretrained()
-    fit(model, data=(IMAGES, Y), callbacks=Callbacks(on_step=lambda run: run.model.train() and None))
+    fit(
+        model, data=(IMAGES, Y), callbacks=Callbacks(on_step=lambda run: run.model.train() and None)
+    )
     assert not model[1].training
     model[0].register_forward_pre_hook(lambda module, args: model[1].train() and None)
     refused("model", fit, model, data=(IMAGES, Y))
@@ -255,7 +283,16 @@ def test_a_model_that_is_spread_over_processes_is_refused_by_name():
     assert torch.nn.parallel.DistributedDataParallel.__name__ == DistributedDataParallel.__name__
     model = DistributedDataParallel(nn.Linear(4, 2))
     refused("DistributedDataParallel.*module", fit, model)
-    refused("DistributedDataParallel", train_ensemble, model, cross_entropy, (X, Y), PLAN, seeds=[0], learning_rate=0.1)
+    refused(
+        "DistributedDataParallel",
+        train_ensemble,
+        model,
+        cross_entropy,
+        (X, Y),
+        PLAN,
+        seeds=[0],
+        learning_rate=0.1,
+    )
     tracker = NormTracker.for_plan(PLAN, model, cross_entropy, (X, Y), clipping="individual")
     refused("DistributedDataParallel", tracker.before_step)
 
@@ -279,7 +316,11 @@ def test_what_is_said_of_a_run_that_was_stopped_is_about_the_steps_that_it_took(
 
 def test_proofs_in_a_loop_of_one_s_own_are_made_once_for_a_model_in_one_state(monkeypatch):
     proofs, own = [], clipping.resolve_method
-    monkeypatch.setattr(clipping, "resolve_method", lambda *args, **options: proofs.append(1) or own(*args, **options))
+    monkeypatch.setattr(
+        clipping,
+        "resolve_method",
+        lambda *args, **options: proofs.append(1) or own(*args, **options),
+    )
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 2))
     for _ in range(3):
         clipped_sum(model, lambda outputs, y: cross_entropy(outputs, y), X, Y, 1.0)
@@ -297,10 +338,21 @@ def test_proofs_in_a_loop_of_one_s_own_are_made_once_for_a_model_in_one_state(mo
 def test_an_optimizer_that_takes_sparse_gradients_only_is_refused():
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(24, 2))
     with pytest.raises(ValueError, match="SparseAdam"):
-        train(model, cross_entropy, (TOKENS, Y), PLAN, optimizer=torch.optim.SparseAdam(model.parameters()), seed=0)
+        train(
+            model,
+            cross_entropy,
+            (TOKENS, Y),
+            PLAN,
+            optimizer=torch.optim.SparseAdam(model.parameters()),
+            seed=0,
+        )
 
 
 def test_crafted_tokens_are_tokens():
     x, y = make_canaries(TOKENS, Y, 50, generator=torch.Generator().manual_seed(0))
-    assert x.dtype == TOKENS.dtype and x.shape == (50, 6) and set(x.unique().tolist()) <= set(TOKENS.unique().tolist())
+    assert (
+        x.dtype == TOKENS.dtype
+        and x.shape == (50, 6)
+        and set(x.unique().tolist()) <= set(TOKENS.unique().tolist())
+    )
     assert set(y.tolist()) == {0, 1}

@@ -1,4 +1,6 @@
-"""bf16: a network that goes forward and back in bfloat16, and shares that keep to the clip norm all the same."""
+"""bf16: a network that goes forward and back in bfloat16, and shares that keep to the clip norm all
+the same.
+"""
 
 import copy
 import math
@@ -26,7 +28,9 @@ from dpcompanion.training.models import StandardizedConv2d
 
 from ..refusals import refused
 
-able = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a processor with bfloat16")
+able = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a processor with bfloat16"
+)
 
 
 class Scale(nn.Module):
@@ -46,7 +50,12 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
-        self.query, self.key, self.value, self.scale = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), Scale()
+        self.query, self.key, self.value, self.scale = (
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            Scale(),
+        )
         self.head = nn.Linear(8, 3)
 
     def forward(self, tokens):
@@ -80,7 +89,10 @@ MODELS = {
         lambda n: torch.randn(n, 3, 9, 9),
     ),
     "transformer": (Block, lambda n: torch.randint(11, (n, 6))),
-    "linear": (lambda: nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)), lambda n: torch.randn(n, 40)),
+    "linear": (
+        lambda: nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)),
+        lambda n: torch.randn(n, 40),
+    ),
 }
 
 
@@ -102,11 +114,20 @@ def test_no_share_is_longer_than_the_clip_norm(name, method):
         given = x * scale if x.is_floating_point() else x
         for i in range(len(x)):
             found = clipped_sum(
-                model, cross_entropy, given[i : i + 1], y[i : i + 1], 0.01, method=method, precision="bf16"
+                model,
+                cross_entropy,
+                given[i : i + 1],
+                y[i : i + 1],
+                0.01,
+                method=method,
+                precision="bf16",
             )
-            length = math.sqrt(sum(g.double().square().sum().item() for g in found.gradients.values()))
+            length = math.sqrt(
+                sum(g.double().square().sum().item() for g in found.gradients.values())
+            )
             assert length <= 0.01
-            # A gradient that is made for its norm alone is rounded, and counted as it may have been before.
+            # A gradient that is made for its norm alone is rounded, and counted as it may have been
+            # before.
             shorter = 2**-8 if method == "ghost" or name == "standardised" else 0
             assert found.norms.item() < 0.01 or length > 0.01 * (1 - 1e-3 - shorter)
 
@@ -117,9 +138,13 @@ def test_the_sum_is_made_of_the_shares_and_is_that_of_float32_but_for_a_few_hund
     model, x, y = build(name)
     whole = clipped_sum(model, cross_entropy, x, y, 0.1, precision="bf16")
     full = clipped_sum(model, cross_entropy, x, y, 0.1)
-    assert all(g.dtype == torch.float32 for g in whole.gradients.values()) and whole.norms.dtype == torch.float32
+    assert (
+        all(g.dtype == torch.float32 for g in whole.gradients.values())
+        and whole.norms.dtype == torch.float32
+    )
     shares = [
-        clipped_sum(model, cross_entropy, x[i : i + 1], y[i : i + 1], 0.1, precision="bf16") for i in range(len(x))
+        clipped_sum(model, cross_entropy, x[i : i + 1], y[i : i + 1], 0.1, precision="bf16")
+        for i in range(len(x))
     ]
 
     def joined(total):
@@ -129,7 +154,9 @@ def test_the_sum_is_made_of_the_shares_and_is_that_of_float32_but_for_a_few_hund
     assert (joined(whole) - added).norm() < 5e-3 * 0.1 * len(x)
     assert (joined(whole) - joined(full)).norm() < 0.03 * joined(full).norm()
     torch.testing.assert_close(whole.norms, full.norms, rtol=0.05, atol=0)
-    torch.testing.assert_close(gradient_norms(model, cross_entropy, x, y, precision="bf16"), whole.norms)
+    torch.testing.assert_close(
+        gradient_norms(model, cross_entropy, x, y, precision="bf16"), whole.norms
+    )
     assert not torch.equal(whole.norms, full.norms)
 
 
@@ -148,18 +175,28 @@ def test_norms_are_proved_in_the_lower_precision_too(monkeypatch):
 
 @able
 @pytest.mark.parametrize("groups, together", [(1, 1), (2, 1), (1, 2)])
-def test_gradients_that_are_held_are_rounded_as_plain_autograd_rounds_them(groups, together, monkeypatch):
-    """Those of a layer that is used once, also a few examples at a time; of one used twice, and sums, in float32."""
+def test_gradients_that_are_held_are_rounded_as_plain_autograd_rounds_them(
+    groups, together, monkeypatch
+):
+    """Those of a layer that is used once, also a few examples at a time; of one used twice, and
+    sums, in float32.
+    """
     monkeypatch.setattr("dpcompanion.gradients.matrices.CACHED", 1000)
     monkeypatch.setattr("dpcompanion.gradients.layers.CACHED", 1000)
     torch.manual_seed(0)
     conv = nn.Conv2d(4, 6, 3, padding=1, groups=groups)
     a, g = torch.randn(5, 4, 8, 8), torch.randn(5, 6, 8, 8).bfloat16()
     layer = layers.layer_gradient(conv, [(a, g)] * together, "mixed", 10**9)
-    assert all(held.dtype == (torch.bfloat16 if together == 1 else torch.float32) for held in layer.gradients.values())
+    assert all(
+        held.dtype == (torch.bfloat16 if together == 1 else torch.float32)
+        for held in layer.gradients.values()
+    )
     with torch.autocast("cpu", torch.bfloat16):
         outputs = [conv(a[i : i + 1]) for i in range(5)]
-    theirs = [torch.autograd.grad(out, list(conv.parameters()), g[i : i + 1]) for i, out in enumerate(outputs)]
+    theirs = [
+        torch.autograd.grad(out, list(conv.parameters()), g[i : i + 1])
+        for i, out in enumerate(outputs)
+    ]
     weight = torch.stack([together * weight for weight, _ in theirs])
     axes = layer.axes
     held = layer.gradients["weight"].float().permute(axes)
@@ -177,8 +214,20 @@ def test_gradients_that_are_held_are_rounded_as_plain_autograd_rounds_them(group
 def test_what_cannot_be_had_is_refused(monkeypatch):
     model, x, y = build("linear")
     refused("precision", clipped_sum, model, cross_entropy, x, y, 1.0, precision="half")
-    refused("float64", clipped_sum, model.double(), cross_entropy, x.double(), y, 1.0, precision="bf16")
-    refused("func", clipped_sum, model.float(), cross_entropy, x, y, 1.0, method="func", precision="bf16")
+    refused(
+        "float64", clipped_sum, model.double(), cross_entropy, x.double(), y, 1.0, precision="bf16"
+    )
+    refused(
+        "func",
+        clipped_sum,
+        model.float(),
+        cross_entropy,
+        x,
+        y,
+        1.0,
+        method="func",
+        precision="bf16",
+    )
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     refused("cpu", gradient_norms, model, cross_entropy, x, y, precision="bf16")
 
@@ -193,12 +242,16 @@ def test_a_model_that_only_torch_func_understands_has_no_lower_precision():
     model.append(nn.Linear(3, 3))
     model[5].weight = model[3].weight
     with pytest.raises(ValueError, match="parameter"):
-        clipped_sum(model, cross_entropy, torch.randn(4, 40), torch.arange(4) % 3, 1.0, precision="bf16")
+        clipped_sum(
+            model, cross_entropy, torch.randn(4, 40), torch.arange(4) % 3, 1.0, precision="bf16"
+        )
 
 
 @able
 def test_a_run_says_what_it_was_computed_in_and_goes_on_in_that(tmp_path):
-    plan = DPSGDPlan(n=16, sample_rate=0.5, steps=4, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2)
+    plan = DPSGDPlan(
+        n=16, sample_rate=0.5, steps=4, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2
+    )
 
     def run(steps, precision, checkpoint=None, stop=None):
         model, x, y = build("convolutions")
@@ -237,24 +290,35 @@ def test_networks_of_the_papers_train_in_it():
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(8, 3, 32, 32, generator=generator), torch.arange(8) % 10
     full = gradient_norms(model, cross_entropy, x, y)
-    torch.testing.assert_close(gradient_norms(model, cross_entropy, x, y, precision="bf16"), full, rtol=0.05, atol=0)
+    torch.testing.assert_close(
+        gradient_norms(model, cross_entropy, x, y, precision="bf16"), full, rtol=0.05, atol=0
+    )
 
 
 @able
 def test_a_tracker_measures_in_bf16_what_it_would_in_float32():
-    x, y = torch.randn(40, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 4
+    x, y = (
+        torch.randn(40, 3, 8, 8, generator=torch.Generator().manual_seed(0)),
+        torch.arange(40) % 4,
+    )
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(288, 4))
-    plan = DPSGDPlan(n=40, sample_rate=0.25, steps=4, max_grad_norm=100.0, noise_multiplier=1.0, delta=1e-3)
+    plan = DPSGDPlan(
+        n=40, sample_rate=0.25, steps=4, max_grad_norm=100.0, noise_multiplier=1.0, delta=1e-3
+    )
     norms = []
     for precision in (None, "bf16"):
-        tracker = NormTracker.for_plan(plan, model, cross_entropy, (x, y), performance=Performance(precision=precision))
+        tracker = NormTracker.for_plan(
+            plan, model, cross_entropy, (x, y), performance=Performance(precision=precision)
+        )
         tracker.before_step()
         norms.append(tracker.norms)
     assert not torch.equal(*norms)
     torch.testing.assert_close(*norms, rtol=0.05, atol=0)
 
 
-@pytest.mark.parametrize("name, value", [("precision", "fp8"), ("method", "magic"), ("microbatch_size", 0)])
+@pytest.mark.parametrize(
+    "name, value", [("precision", "fp8"), ("method", "magic"), ("microbatch_size", 0)]
+)
 def test_an_unknown_way_to_compute_is_refused(name, value):
     refused(name, Performance, **{name: value})
 
@@ -263,7 +327,9 @@ def test_an_unknown_way_to_compute_is_refused(name, value):
 @pytest.mark.parametrize("name", ["convolutions", "standardised"])
 def test_runs_side_by_side_are_those_of_train_in_it_and_shares_keep_to_the_clip_norm(name):
     model, x, y = build(name)
-    plan = DPSGDPlan(n=len(x), sample_rate=0.5, steps=3, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2)
+    plan = DPSGDPlan(
+        n=len(x), sample_rate=0.5, steps=3, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2
+    )
 
     def side_by_side(precision):
         return train_ensemble(
@@ -279,11 +345,22 @@ def test_runs_side_by_side_are_those_of_train_in_it_and_shares_keep_to_the_clip_
         )
 
     found = side_by_side("bf16")
-    assert found._identity()["precision"] == "bf16" and not torch.equal(found.vectors, side_by_side(None).vectors)
+    assert found._identity()["precision"] == "bf16" and not torch.equal(
+        found.vectors, side_by_side(None).vectors
+    )
     for run in range(2):
         alone = copy.deepcopy(model)
         optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-        train(alone, cross_entropy, (x, y), plan, optimizer=optimizer, seed=run, precision="bf16", progress=False)
+        train(
+            alone,
+            cross_entropy,
+            (x, y),
+            plan,
+            optimizer=optimizer,
+            seed=run,
+            precision="bf16",
+            progress=False,
+        )
         vector = torch.cat([p.detach().flatten() for p in alone.parameters() if p.requires_grad])
         torch.testing.assert_close(found.vectors[run], vector, rtol=0, atol=1e-3)
     limit = torch.tensor([[0.01], [0.02]], dtype=torch.float64)
@@ -296,41 +373,58 @@ def test_runs_side_by_side_are_those_of_train_in_it_and_shares_keep_to_the_clip_
 
 @able
 def test_runs_side_by_side_that_cannot_be_stacked_refuse_it():
-    plan = DPSGDPlan(n=4, sample_rate=0.5, steps=1, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2)
+    plan = DPSGDPlan(
+        n=4, sample_rate=0.5, steps=1, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2
+    )
     data, options = (torch.randn(4, 3), torch.zeros(4).long()), {"seeds": [0], "learning_rate": 0.1}
     with pytest.raises(ValueError, match="precision"):
-        train_ensemble(nn.Linear(3, 2), cross_entropy, data, plan, method="func", precision="bf16", **options)
+        train_ensemble(
+            nn.Linear(3, 2), cross_entropy, data, plan, method="func", precision="bf16", **options
+        )
     with pytest.raises(ValueError, match="precision"):
         wide = data[0].double(), data[1]
-        train_ensemble(nn.Linear(3, 2).double(), cross_entropy, wide, plan, precision="bf16", **options)
+        train_ensemble(
+            nn.Linear(3, 2).double(), cross_entropy, wide, plan, precision="bf16", **options
+        )
 
 
 @able
 @pytest.mark.parametrize("kind", [nn.Conv2d, StandardizedConv2d])
 @pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("offset", [0.0, 100.0])
-def test_norms_from_products_in_bfloat16_are_never_too_small_and_hardly_too_large(kind, hold, offset):
-    """Beside float64, of the very inputs and output gradients that were given; of terms that cancel, too."""
+def test_norms_from_products_in_bfloat16_are_never_too_small_and_hardly_too_large(
+    kind, hold, offset
+):
+    """Beside float64, of the very inputs and output gradients that were given; of terms that
+    cancel, too.
+    """
     torch.manual_seed(0)
     conv = kind(4, 6, 3, padding=1)
     a, g = torch.randn(9, 4, 12, 12).add(offset).bfloat16(), torch.randn(9, 6, 12, 12).bfloat16()
     exact = copy.deepcopy(conv).double()
     outputs = [exact(a[i : i + 1].double()) for i in range(len(a))]
     theirs = [
-        torch.autograd.grad(out, list(exact.parameters()), g[i : i + 1].double()) for i, out in enumerate(outputs)
+        torch.autograd.grad(out, list(exact.parameters()), g[i : i + 1].double())
+        for i, out in enumerate(outputs)
     ]
     norms = torch.stack([torch.cat([part.flatten() for part in each]).norm() for each in theirs])
     with torch.no_grad():
         layer = layers.layer_gradient(conv, [(a, g)], "mixed" if hold else "ghost", 10**9)
         found = layer.squared_norms().sqrt()
         sums = [layer.weighted_sum(one[None]) for one in torch.eye(9)]
-    shares = [torch.cat([each[name].flatten().double() for name, _ in conv.named_parameters()]) for each in sums]
-    # What is held is added up as it is measured, rounded; what is made for its norm alone is added up in float32.
+    shares = [
+        torch.cat([each[name].flatten().double() for name, _ in conv.named_parameters()])
+        for each in sums
+    ]
+    # What is held is added up as it is measured, rounded; what is made for its norm alone is added
+    # up in float32.
     assert hold or bool((found >= norms).all())
     assert bool((found <= (1.05 if offset else 1.02) * norms).all())
     assert all(share.norm() <= norm for share, norm in zip(shares, found * (1 + 1e-6)))
     lengths = [torch.cat([part.flatten() for part in each]) for each in theirs]
-    assert all((share - exact).norm() <= 0.01 * exact.norm() for share, exact in zip(shares, lengths))
+    assert all(
+        (share - exact).norm() <= 0.01 * exact.norm() for share, exact in zip(shares, lengths)
+    )
 
 
 def test_squares_that_are_pulled_back_are_no_smaller_than_those_of_what_is_pulled_back():
@@ -340,7 +434,14 @@ def test_squares_that_are_pulled_back_are_no_smaller_than_those_of_what_is_pulle
         layer.weight[1] = 0.5  # a channel that does not vary: its gain does not depend on it
     weight, gain = layer.weight.detach(), torch.randn_like(layer.gain)
     unit = layer.effective_weight(weight, torch.ones_like(gain)).detach()
-    g = torch.stack([torch.randn_like(weight), unit, 1e3 * unit + 1e-3 * torch.randn_like(weight), 7 + 0 * weight])
+    g = torch.stack(
+        [
+            torch.randn_like(weight),
+            unit,
+            1e3 * unit + 1e-3 * torch.randn_like(weight),
+            7 + 0 * weight,
+        ]
+    )
     pulled = layer.pull_back(weight.double(), gain.double())(g.double())
     found = layer.pulled_squares(weight, gain)(g.clone())
     for name, exact in pulled.items():

@@ -11,7 +11,15 @@ from torch import nn
 
 from dpcompanion.gradients import clipping, proof
 from dpcompanion.gradients.tensors import UnsupportedModel
-from dpcompanion.training import Callbacks, DPSGDPlan, NormTracker, clipped_sum, cross_entropy, gradient_norms, train
+from dpcompanion.training import (
+    Callbacks,
+    DPSGDPlan,
+    NormTracker,
+    clipped_sum,
+    cross_entropy,
+    gradient_norms,
+    train,
+)
 
 from ..refusals import refused
 
@@ -42,15 +50,18 @@ def examples(n=40):
 
 
 def test_a_nan_in_the_first_rows_does_not_switch_off_the_proof():
-    """The proof took the first two rows; with a NaN in them it accepted whatever it was shown. Tied weights then ran
-    as "mixed", with norms off by 88%."""
+    """The proof took the first two rows; with a NaN in them it accepted whatever it was shown. Tied
+    weights then ran as "mixed", with norms off by 88%.
+    """
     torch.manual_seed(0)
     model, (x, y) = Tied(), examples()
     x[:2] = math.nan
     assert clipping.resolve_method(model, cross_entropy, x, y) == "func"
     refused("mixed", clipping.resolve_method, model, cross_entropy, x, y, "mixed")
     norms = gradient_norms(model, cross_entropy, x, y)
-    torch.testing.assert_close(norms[2:], gradient_norms(model, cross_entropy, x[2:], y[2:], method="func"))
+    torch.testing.assert_close(
+        norms[2:], gradient_norms(model, cross_entropy, x[2:], y[2:], method="func")
+    )
 
 
 @pytest.mark.parametrize("rows", [2, 30])
@@ -58,9 +69,18 @@ def test_a_model_that_mixes_is_refused_beside_nan(rows):
     """A functional batch norm was trained where the first rows held a NaN."""
     model, (x, y) = Centred(), examples()
     x[:rows, 0] = math.nan
-    plan = DPSGDPlan(n=40, sample_rate=0.5, steps=2, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
+    plan = DPSGDPlan(
+        n=40, sample_rate=0.5, steps=2, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5
+    )
     with pytest.raises(ValueError, match="one by one"):
-        train(model, cross_entropy, (x, y), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+        train(
+            model,
+            cross_entropy,
+            (x, y),
+            plan,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            seed=0,
+        )
 
 
 def test_without_a_finite_example_nothing_is_taken_for_proved():
@@ -71,7 +91,9 @@ def test_without_a_finite_example_nothing_is_taken_for_proved():
 
 
 def test_well_fitted_examples_are_proved_as_strictly_as_others():
-    """A tolerance of 0.01 in norm let pass whatever fitted the two examples: norms of 0.017 of the truth."""
+    """A tolerance of 0.01 in norm let pass whatever fitted the two examples: norms of 0.017 of the
+    truth.
+    """
     torch.manual_seed(0)
     model, (x, y) = Tied(), examples()
     x, y = x[:3], torch.tensor([0, 1, 2])
@@ -86,7 +108,9 @@ def test_well_fitted_examples_are_proved_as_strictly_as_others():
 
 @pytest.mark.parametrize("n", [1, 2, 40])
 def test_a_gate_of_zero_hides_nothing(n):
-    """Residual branches begin with a weight of zero; what is wrong behind it has no gradient at the first step."""
+    """Residual branches begin with a weight of zero; what is wrong behind it has no gradient at the
+    first step.
+    """
     model, (x, y) = Tied(gate=0.0), examples(n)
     assert clipping.resolve_method(model, cross_entropy, x, y) == "func"
     assert model.gate.item() == 0
@@ -115,7 +139,9 @@ def test_prove_accepts_what_is_right_and_leaves_the_model_as_it_was():
     random = torch.get_rng_state()
     proof.prove(model, cross_entropy, x, y, candidate)
     assert torch.equal(random, torch.get_rng_state())
-    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+    assert all(
+        torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters()
+    )
     assert [module.training for module in model] == [False, True, True]
 
 
@@ -149,24 +175,40 @@ class FirstSeen(nn.Module):
     def forward(self, x):
         if not self.ready and (self.training or not self.training_only):
             with torch.no_grad():
-                (self.shift.data if self.by_data else self.shift).copy_(-x.mean(0))  # no version counts the former
+                # no version counts the former
+                (self.shift.data if self.by_data else self.shift).copy_(-x.mean(0))
             self.ready = True
         return x + self.shift
 
 
 @pytest.mark.parametrize("training_only", [False, True])
 @pytest.mark.parametrize("by_data", [False, True])
-def test_a_trainable_parameter_that_takes_something_of_the_examples_is_refused_and_put_back(by_data, training_only):
-    """It was released with the means of two raw examples, which no noise covered, "at epsilon 0.46"."""
+def test_a_trainable_parameter_that_takes_something_of_the_examples_is_refused_and_put_back(
+    by_data, training_only
+):
+    """It was released with the means of two raw examples, which no noise covered, "at epsilon
+    0.46".
+    """
     model, (x, y) = nn.Sequential(FirstSeen(by_data, training_only), nn.Linear(4, 3)), examples()
-    plan = DPSGDPlan(n=40, sample_rate=0.5, steps=2, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
+    plan = DPSGDPlan(
+        n=40, sample_rate=0.5, steps=2, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5
+    )
     with pytest.raises(ValueError, match=r"0\.shift"):
-        train(model, cross_entropy, (x, y), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+        train(
+            model,
+            cross_entropy,
+            (x, y),
+            plan,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            seed=0,
+        )
     assert not model[0].shift.any()
 
 
 class Largest(nn.Module):
-    """A trainable bound that grows with the inputs, when `at` passes in training mode have been made."""
+    """A trainable bound that grows with the inputs, when `at` passes in training mode have been
+    made.
+    """
 
     def __init__(self, at):
         super().__init__()
@@ -184,7 +226,9 @@ class Largest(nn.Module):
 def test_a_trainable_parameter_that_a_step_s_own_pass_writes_is_refused_whenever_it_is(at_step):
     (x, y), bound = examples(), Largest(at=-1)
     model = nn.Sequential(bound, nn.Linear(4, 3))
-    plan = DPSGDPlan(n=40, sample_rate=0.5, steps=6, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
+    plan = DPSGDPlan(
+        n=40, sample_rate=0.5, steps=6, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def arm(run):
@@ -195,13 +239,23 @@ def test_a_trainable_parameter_that_a_step_s_own_pass_writes_is_refused_whenever
         clipping.resolve_method(model, cross_entropy, x, y)
         bound.at = 2 * bound.passes + 1  # the first pass after such a proof
     with pytest.raises(ValueError, match=r"0\.top"):
-        train(model, cross_entropy, (x, y), plan, optimizer=optimizer, seed=0, callbacks=Callbacks(on_step=arm))
+        train(
+            model,
+            cross_entropy,
+            (x, y),
+            plan,
+            optimizer=optimizer,
+            seed=0,
+            callbacks=Callbacks(on_step=arm),
+        )
 
 
 def test_a_trainable_parameter_that_a_pass_of_a_tracker_writes_is_refused():
     (x, y), bound = examples(), Largest(at=-1)
     model = nn.Sequential(bound, nn.Linear(4, 3))
-    plan = DPSGDPlan(n=40, sample_rate=0.5, steps=6, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
+    plan = DPSGDPlan(
+        n=40, sample_rate=0.5, steps=6, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5
+    )
     tracker = NormTracker.for_plan(plan, model, cross_entropy, (x, y), updates_per_epoch=2)
     tracker.before_step()
     tracker.after_step()
@@ -258,9 +312,18 @@ def centred_if_many(model, h):
     ],
 )
 def test_no_draw_and_no_small_batch_hides_that_examples_are_mixed(what, method):
-    """Nothing was said of what draws at random: one example moved the sum of the others by 5.7 C."""
+    """Nothing was said of what draws at random: one example moved the sum of the others by 5.7
+    C.
+    """
     torch.manual_seed(0)
-    refused("rest of the batch", clipping.resolve_method, InTraining(what), cross_entropy, *examples(), method)
+    refused(
+        "rest of the batch",
+        clipping.resolve_method,
+        InTraining(what),
+        cross_entropy,
+        *examples(),
+        method,
+    )
 
 
 def less_the_running_mean(model, h):
@@ -270,7 +333,14 @@ def less_the_running_mean(model, h):
 
 @pytest.mark.parametrize("method", ["auto", "mixed", "ghost", "func"])
 def test_statistics_of_earlier_examples_in_a_plain_attribute_are_refused(method):
-    refused("pass", clipping.resolve_method, InTraining(less_the_running_mean), cross_entropy, *examples(), method)
+    refused(
+        "pass",
+        clipping.resolve_method,
+        InTraining(less_the_running_mean),
+        cross_entropy,
+        *examples(),
+        method,
+    )
 
 
 def through_its_weight_again(model, h):
@@ -281,7 +351,9 @@ def through_its_weight_again_behind_dropout(model, h):
     return F.dropout(h, 0.2) + F.linear(h, model.one.weight)
 
 
-@pytest.mark.parametrize("what", [through_its_weight_again, through_its_weight_again_behind_dropout])
+@pytest.mark.parametrize(
+    "what", [through_its_weight_again, through_its_weight_again_behind_dropout]
+)
 def test_a_weight_that_only_training_mode_uses_outside_of_its_layer_is_found(what):
     """ "mixed" and "ghost" were accepted, with norms down to 0.85 of the truth."""
     torch.manual_seed(0)
@@ -301,12 +373,19 @@ def by_chance(model, h):
 def test_what_draws_for_each_example_alone_is_still_taken_apart_and_no_generator_moves():
     model = nn.Sequential(InTraining(by_chance), nn.Dropout(0.5), nn.RReLU(), nn.Linear(3, 3))
     states = torch.get_rng_state(), random.getstate()
-    assert clipping.resolve_method(model.double(), cross_entropy, examples()[0].double(), examples()[1]) == "mixed"
+    assert (
+        clipping.resolve_method(
+            model.double(), cross_entropy, examples()[0].double(), examples()[1]
+        )
+        == "mixed"
+    )
     assert torch.equal(states[0], torch.get_rng_state())
 
 
 class Sorted(nn.Module):
-    """Examples in another order for a small part of the way, as code for sequences sorts them by length."""
+    """Examples in another order for a small part of the way, as code for sequences sorts them by
+    length.
+    """
 
     def __init__(self, size):
         super().__init__()

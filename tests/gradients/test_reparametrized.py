@@ -68,7 +68,9 @@ def agree(model, x, y, method):
     theirs = clipped_sum(model, cross_entropy, x, y, 0.1, method="func")
     ours = clipped_sum(model, cross_entropy, x, y, 0.1, method=method)
     torch.testing.assert_close(ours.norms, theirs.norms, rtol=1e-10, atol=1e-13)
-    torch.testing.assert_close(gradient_norms(model, cross_entropy, x, y, method=method), ours.norms)
+    torch.testing.assert_close(
+        gradient_norms(model, cross_entropy, x, y, method=method), ours.norms
+    )
     assert list(ours.gradients) == list(theirs.gradients)
     for name, g in theirs.gradients.items():
         torch.testing.assert_close(ours.gradients[name], g, rtol=1e-9, atol=1e-12)
@@ -128,7 +130,9 @@ def test_blocks_do_not_change_the_norms(monkeypatch):
 
 
 def test_norms_are_not_too_small_where_the_gradient_lies_almost_in_what_the_standardisation_takes_away():
-    """In float32 the difference of two squares would lose all of it, and a norm must not come out too small."""
+    """In float32 the difference of two squares would lose all of it, and a norm must not come out
+    too small.
+    """
     torch.manual_seed(0)
     layer = StandardizedConv2d(3, 2, 3)
     weight, gain = layer.weight.detach(), layer.gain.detach()
@@ -150,7 +154,9 @@ def test_wrn16_4_is_taken_apart_into_layers():
     theirs = clipped_sum(model, cross_entropy, x, y, 0.5, method="func")
     torch.testing.assert_close(ours.norms, theirs.norms, rtol=1e-4, atol=0)
     for name, g in theirs.gradients.items():
-        assert (ours.gradients[name] - g).norm() <= 1e-3 * sum(g.norm() for g in theirs.gradients.values()), name
+        assert (ours.gradients[name] - g).norm() <= 1e-3 * sum(
+            g.norm() for g in theirs.gradients.values()
+        ), name
 
 
 def test_a_wrong_pull_back_is_found_by_the_proof():
@@ -178,7 +184,10 @@ def test_runs_side_by_side_each_use_their_own_weights(name):
                 p += 0.1 * run * torch.randn_like(p)
     together = StackedNetwork(runs[0])
     together.load(
-        {n: torch.stack([dict(m.named_parameters())[n].detach() for m in runs]) for n, _ in runs[0].named_parameters()}
+        {
+            n: torch.stack([dict(m.named_parameters())[n].detach() for m in runs])
+            for n, _ in runs[0].named_parameters()
+        }
     )
     found = sums.layerwise(together.module, cross_entropy, x, y, 0.1, "mixed", runs=3)
     for run, model in enumerate(runs):
@@ -190,7 +199,8 @@ def test_runs_side_by_side_each_use_their_own_weights(name):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: WeightNorm(7, 5), lambda: LowRank(2, 4, 3), lambda: StandardizedConv2d(3, 4, 3)]
+    "make",
+    [lambda: WeightNorm(7, 5), lambda: LowRank(2, 4, 3), lambda: StandardizedConv2d(3, 4, 3)],
 )
 @pytest.mark.parametrize("size", [1.0, 1e-4])
 def test_no_gradient_of_a_weight_is_longer_for_its_parameters_than_stretched(make, size):
@@ -200,6 +210,10 @@ def test_no_gradient_of_a_weight_is_longer_for_its_parameters_than_stretched(mak
         layer.gain.copy_(torch.rand_like(layer.gain) * 3) if hasattr(layer, "gain") else None
         [p.mul_(size) for p in layer.parameters()]
     parameters = {name: p.detach() for name, p in layer.weight_parameters().items()}
-    parts = torch.func.jacrev(lambda parameters: layer.effective_weight(**parameters).flatten())(parameters)
-    longest = torch.linalg.matrix_norm(torch.cat([part.flatten(1) for part in parts.values()], 1), 2)
+    parts = torch.func.jacrev(lambda parameters: layer.effective_weight(**parameters).flatten())(
+        parameters
+    )
+    longest = torch.linalg.matrix_norm(
+        torch.cat([part.flatten(1) for part in parts.values()], 1), 2
+    )
     assert longest * (1 - 1e-12) <= layer.stretch(**parameters) <= 2.1 * longest

@@ -1,5 +1,6 @@
-"""`train` with data sets, collators and models of transformers as they are: exact against autograd of one example at a
-time whose batch is its own, or refused by the layer's name."""
+"""`train` with data sets, collators and models of transformers as they are: exact against autograd
+of one example at a time whose batch is its own, or refused by the layer's name.
+"""
 
 import copy
 import itertools
@@ -24,7 +25,9 @@ N, CLIP = 6, 0.3
 
 
 def tokenizer():
-    words = Tokenizer(models.WordLevel({"[PAD]": 0, "[MASK]": 1} | {f"w{i}": i for i in range(2, VOCABULARY)}))
+    words = Tokenizer(
+        models.WordLevel({"[PAD]": 0, "[MASK]": 1} | {f"w{i}": i for i in range(2, VOCABULARY)})
+    )
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", mask_token="[MASK]")
 
 
@@ -34,7 +37,9 @@ def rows_and_collator(name, model):
     ids = [torch.randint(2, VOCABULARY, (2 + 3 * i % 5,), generator=g).tolist() for i in range(N)]
     if name == "vit":
         pixels = torch.randn(N, 1, 8, 8, generator=g, dtype=torch.float64)
-        return [{"pixel_values": t, "labels": i % CLASSES} for i, t in enumerate(pixels)], default_data_collator
+        return [
+            {"pixel_values": t, "labels": i % CLASSES} for i, t in enumerate(pixels)
+        ], default_data_collator
     if name == "bert":
         rows = [{"input_ids": each, "labels": i % CLASSES} for i, each in enumerate(ids)]
         return rows, DataCollatorWithPadding(tokenizer())
@@ -42,16 +47,22 @@ def rows_and_collator(name, model):
         own = model.get_base_model() if hasattr(model, "get_base_model") else model
         rows = [{"input_ids": each, "labels": each[::-1]} for each in ids]
         return rows, DataCollatorForSeq2Seq(tokenizer(), model=own)
-    return [{"input_ids": each} for each in ids], DataCollatorForLanguageModeling(tokenizer(), mlm=False)
+    return [{"input_ids": each} for each in ids], DataCollatorForLanguageModeling(
+        tokenizer(), mlm=False
+    )
 
 
 def alone(model, rows, collate, groups):
-    """The sum of the clipped gradients of each group's mean loss, by the model's own loss of a batch of one row."""
+    """The sum of the clipped gradients of each group's mean loss, by the model's own loss of a
+    batch of one row.
+    """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     total = {name: torch.zeros_like(p) for name, p in named.items()}
     for group in groups:
         losses = torch.stack([model(**collate([dict(rows[i])])).loss for i in group])
-        found = torch.autograd.grad(losses.mean(), list(named.values()), allow_unused=True, materialize_grads=True)
+        found = torch.autograd.grad(
+            losses.mean(), list(named.values()), allow_unused=True, materialize_grads=True
+        )
         norm = torch.stack([g.norm() for g in found]).norm()
         for name, g in zip(named, found):
             total[name] += g * min(1.0, CLIP / max(float(norm), 1e-30))
@@ -62,7 +73,9 @@ def alone(model, rows, collate, groups):
 # tests/test_whole_models.py.
 LAYERS, FUNC = {"mixed", "ghost"}, {"func"}
 REFUSED = {
-    **{(name, lora): FUNC for name in ("bert", "masked", "gpt2", "llama") for lora in (False, True)},
+    **{
+        (name, lora): FUNC for name in ("bert", "masked", "gpt2", "llama") for lora in (False, True)
+    },
     ("t5", False): LAYERS | FUNC | {"auto"},
     ("t5", True): FUNC,
     ("tied", False): LAYERS,
@@ -76,7 +89,14 @@ def outcome(name, lora, method, people=None, model=None):
     groups = [[i] for i in range(N)] if people is None else [[0, 3], [1, 2, 4], [5]]
     expected = alone(copy.deepcopy(model).eval(), rows, collate, groups)
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
-    plan = DPSGDPlan(n=len(groups), sample_rate=1.0, steps=1, max_grad_norm=CLIP, noise_multiplier=0.0, delta=1e-2)
+    plan = DPSGDPlan(
+        n=len(groups),
+        sample_rate=1.0,
+        steps=1,
+        max_grad_norm=CLIP,
+        noise_multiplier=0.0,
+        delta=1e-2,
+    )
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     options = {} if people is None else {"people": people, "at_most": 3}
     try:
@@ -106,9 +126,13 @@ PEFT = {
     "dora": lambda: peft.LoraConfig(r=2, use_dora=True, init_lora_weights=False, **LLAMA),
     "ia3": lambda: peft.IA3Config(feedforward_modules=[], init_ia3_weights=False, **LLAMA),
     "vera": lambda: peft.VeraConfig(r=2, init_weights=False, **LLAMA),
-    "adapters": lambda: peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM"),
+    "adapters": lambda: peft.AdaptionPromptConfig(
+        adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM"
+    ),
     "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
-    "p-tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=2, encoder_hidden_size=4, task_type="CAUSAL_LM"),
+    "p-tuning": lambda: peft.PromptEncoderConfig(
+        num_virtual_tokens=2, encoder_hidden_size=4, task_type="CAUSAL_LM"
+    ),
     "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
 }
 
@@ -127,18 +151,24 @@ def test_what_peft_adds_is_trained_as_autograd_says_and_nothing_else_moves(name)
 
 
 def test_a_prompt_is_trained_as_autograd_says_and_nothing_else_moves():
-    assert outcome("llama", True, "auto", model=adapted("prompt", attn_implementation="eager")) is None
+    assert (
+        outcome("llama", True, "auto", model=adapted("prompt", attn_implementation="eager")) is None
+    )
     model = adapted("prompt", attn_implementation="eager").eval()
     rows, collate = rows_and_collator("llama", model)
     batch = collate([dict(rows[1])])
-    torch.testing.assert_close(per_example_loss(model)(model(**batch), batch)[0], model(**batch).loss)
+    torch.testing.assert_close(
+        per_example_loss(model)(model(**batch), batch)[0], model(**batch).loss
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, lora", itertools.product(MODELS, [False, True]))
 def test_a_model_is_trained_as_autograd_says_of_each_example_or_refused(name, lora):
     found = {method: outcome(name, lora, method) for method in ("auto", "mixed", "ghost", "func")}
-    assert {method for method, error in found.items() if error} == REFUSED.get((name, lora), set()), found
+    assert {method for method, error in found.items() if error} == REFUSED.get(
+        (name, lora), set()
+    ), found
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
@@ -151,10 +181,19 @@ def test_persons_are_exact_with_padding_of_the_collator():
 
 
 def run(model, rows, collate):
-    plan = DPSGDPlan(n=len(rows), sample_rate=0.5, steps=3, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2)
+    plan = DPSGDPlan(
+        n=len(rows), sample_rate=0.5, steps=3, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return train(
-        model, per_example_loss(model), rows, plan, optimizer=optimizer, seed=0, collate_fn=collate, progress=False
+        model,
+        per_example_loss(model),
+        rows,
+        plan,
+        optimizer=optimizer,
+        seed=0,
+        collate_fn=collate,
+        progress=False,
     )
 
 
@@ -167,8 +206,13 @@ def test_masks_of_a_masked_language_model_are_drawn_by_the_run():
         run(model, rows, DataCollatorForLanguageModeling(words, mlm=True, mlm_probability=0.5))
         found.append(model.bert.embeddings.word_embeddings.weight.detach())
     assert torch.equal(*found)
-    with pytest.raises(ValueError, match="collate_fn"):  # a generator of its own goes on where no step is
-        run(model_of("masked"), rows, DataCollatorForLanguageModeling(words, mlm=True, mlm_probability=0.5, seed=1))
+    # a generator of its own goes on where no step is
+    with pytest.raises(ValueError, match="collate_fn"):
+        run(
+            model_of("masked"),
+            rows,
+            DataCollatorForLanguageModeling(words, mlm=True, mlm_probability=0.5, seed=1),
+        )
 
 
 def test_a_collator_that_forgets_the_mask_is_refused():
@@ -186,13 +230,24 @@ def test_a_collator_that_forgets_the_mask_is_refused():
 
 def test_persons_of_a_data_set_have_one_budget_each():
     rows = [{"input_ids": [2 + i % 40, 3], "labels": [2 + i % 40, 3]} for i in range(12)]
-    data = by_person(rows, people=[f"P{i % 5}" for i in range(12)], at_most=2, collate_fn=default_data_collator)
+    data = by_person(
+        rows, people=[f"P{i % 5}" for i in range(12)], at_most=2, collate_fn=default_data_collator
+    )
     budgets = data.per_person([1.0 + i % 5 for i in range(12)])
     assert budgets.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
     plan = DPSGDPlan.for_epsilons(
-        budgets, n=5, sample_rate=0.4, steps=4, max_grad_norm=1.0, delta=1e-2, accountant="rdp", unit="patient"
+        budgets,
+        n=5,
+        sample_rate=0.4,
+        steps=4,
+        max_grad_norm=1.0,
+        delta=1e-2,
+        accountant="rdp",
+        unit="patient",
     )
     model = gpt2()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    history = train(model, per_example_loss(model), data, plan, optimizer=optimizer, seed=0, progress=False)
+    history = train(
+        model, per_example_loss(model), data, plan, optimizer=optimizer, seed=0, progress=False
+    )
     assert "one patient" in history.statement() and bool((plan.epsilon() <= budgets).all())

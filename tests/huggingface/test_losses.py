@@ -12,9 +12,13 @@ from dpcompanion.huggingface import per_example_loss
 def test_an_example_has_the_loss_of_a_batch_of_its_own(name):
     model = model_of(name, lora=name == "gpt2").eval()
     keep = ("input_ids", "attention_mask", "pixel_values", "labels")
-    batch = default_data_collator([{k: v for k, v in row.items() if k in keep} for row in rows_of(name, 5)])
+    batch = default_data_collator(
+        [{k: v for k, v in row.items() if k in keep} for row in rows_of(name, 5)]
+    )
     found = per_example_loss(model)(model(**batch), batch)
-    alone = torch.stack([model(**{k: t[i : i + 1] for k, t in batch.items()}).loss for i in range(5)])
+    alone = torch.stack(
+        [model(**{k: t[i : i + 1] for k, t in batch.items()}).loss for i in range(5)]
+    )
     torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
 
 
@@ -22,7 +26,10 @@ def test_an_example_has_the_loss_of_a_batch_of_its_own(name):
     "options, labels",
     [
         ({"num_labels": 1}, torch.tensor([0.5, 1.0, -1.0])),
-        ({"problem_type": "regression", "num_labels": 2}, torch.tensor([[0.5, 1.0], [0.0, 1.0], [2.0, 1.0]])),
+        (
+            {"problem_type": "regression", "num_labels": 2},
+            torch.tensor([[0.5, 1.0], [0.0, 1.0], [2.0, 1.0]]),
+        ),
         ({"num_labels": 2}, torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])),
     ],
 )

@@ -29,7 +29,9 @@ def plan_and_scaler(names):
     return 3.0 < names["ledger"].epsilon(1e-4) < 3.5 and abs(float(names["scaled"].mean())) < 0.5
 
 
-@pytest.mark.parametrize("name, persons", [("classifier_with_budgets", 31), ("language_model_with_a_filter", 21)])
+@pytest.mark.parametrize(
+    "name, persons", [("classifier_with_budgets", 31), ("language_model_with_a_filter", 21)]
+)
 def test_the_program_runs_and_keeps_every_budget(name, persons, tmp_path, monkeypatch, capsys):
     assert f"examples/{name}.py" in PAGE
     monkeypatch.setattr(sys, "argv", [name, str(tmp_path)])

@@ -1,4 +1,6 @@
-"""The Trainer with budgets takes the steps that its plan says, for real models, exactly as autograd says."""
+"""The Trainer with budgets takes the steps that its plan says, for real models, exactly as autograd
+says.
+"""
 
 import copy
 import json
@@ -9,7 +11,12 @@ import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
 from tiny import MODELS, bert, llama, model_of, rows_of
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import (
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from dpcompanion.accounting import Ledger
 from dpcompanion.gradients.proof import rows_to_look_through
@@ -37,7 +44,9 @@ def arguments(folder, **options):
     return TrainingArguments(**(usual | options))
 
 
-def trainer_of(folder, name="bert", model=None, rows=None, privacy=None, lora=False, given=None, **options):
+def trainer_of(
+    folder, name="bert", model=None, rows=None, privacy=None, lora=False, given=None, **options
+):
     return PersonalTrainer(
         model_of(name, lora=lora) if model is None else model,
         arguments(folder, **options),
@@ -62,7 +71,10 @@ def clipped_by_autograd(model, x, y, c):
             row = {k: t[person, place][None] for k, t in x.tensors.items() if k != PRESENT}
             losses.append(model(**row, labels=y["labels"][person, place][None]).loss)
         found = torch.autograd.grad(
-            torch.stack(losses).mean(), list(own.values()), allow_unused=True, materialize_grads=True
+            torch.stack(losses).mean(),
+            list(own.values()),
+            allow_unused=True,
+            materialize_grads=True,
         )
         norm = torch.stack([g.norm() for g in found]).norm()
         for key, g in zip(own, found):
@@ -91,7 +103,9 @@ def test_a_step_is_that_of_autograd_one_person_at_a_time(name, lora, tmp_path, m
     )
     seen, rows = [], type(trainer._rows).rows
     monkeypatch.setattr(
-        type(trainer._rows), "rows", lambda self, drawn: seen.append((drawn, rows(self, drawn))) or seen[-1][1]
+        type(trainer._rows),
+        "rows",
+        lambda self, drawn: seen.append((drawn, rows(self, drawn))) or seen[-1][1],
     )
     trainer.train()
     drawn, (x, y) = seen[-1]
@@ -100,8 +114,12 @@ def test_a_step_is_that_of_autograd_one_person_at_a_time(name, lora, tmp_path, m
     assert max(g.abs().max() for g in total.values()) > 1e-3
     after = weights_of(model)
     for key, p in before.named_parameters():
-        wanted = p - 10 * total[key] / float(trainer.plan.expected_batch_size) if key in total else p
-        torch.testing.assert_close(after[key], wanted.detach(), rtol=1e-5, atol=1e-5 if key in total else 0)
+        wanted = (
+            p - 10 * total[key] / float(trainer.plan.expected_batch_size) if key in total else p
+        )
+        torch.testing.assert_close(
+            after[key], wanted.detach(), rtol=1e-5, atol=1e-5 if key in total else 0
+        )
 
 
 def test_each_person_gets_the_budget_of_their_column_and_no_number_of_theirs_is_published(tmp_path):
@@ -113,7 +131,11 @@ def test_each_person_gets_the_budget_of_their_column_and_no_number_of_theirs_is_
 
     privacy = {"budgets": "budget", "people": "who", "at_most": 2, "unit": "patient"}
     trainer = trainer_of(
-        tmp_path, privacy=privacy, given={"callbacks": [Note()]}, logging_strategy="steps", logging_steps=1
+        tmp_path,
+        privacy=privacy,
+        given={"callbacks": [Note()]},
+        logging_strategy="steps",
+        logging_steps=1,
     )
     trainer.train()
     wanted = {row["who"]: row["budget"] for row in rows_of("bert")}
@@ -121,15 +143,23 @@ def test_each_person_gets_the_budget_of_their_column_and_no_number_of_theirs_is_
     for who, epsilon in zip(trainer.persons, trainer.epsilons()):
         assert wanted[who] - 0.02 < epsilon <= wanted[who]
     assert "patient" in trainer.statement() and f"{len(wanted)}" in trainer.statement()
-    assert logged and all(isinstance(value, (int, float)) for logs in logged for value in logs.values())
+    assert logged and all(
+        isinstance(value, (int, float)) for logs in logged for value in logs.values()
+    )
     card = json.loads((tmp_path / "privacy.json").read_text())
-    assert card["steps"] == 3 and card["epsilon"] <= 2.0 and sum(b["persons"] for b in card["by_budget"]) == len(wanted)
+    assert (
+        card["steps"] == 3
+        and card["epsilon"] <= 2.0
+        and sum(b["persons"] for b in card["by_budget"]) == len(wanted)
+    )
     text = (tmp_path / "privacy.md").read_text()
     assert "patient" in text and "person 0" not in text + json.dumps(card)
 
 
 def test_scale_and_shares_keep_their_budgets(tmp_path):
-    trainer = trainer_of(tmp_path, lora=True, privacy={"budgets": {1.0: 0.5, 3.0: 0.5}, "method": "scale"})
+    trainer = trainer_of(
+        tmp_path, lora=True, privacy={"budgets": {1.0: 0.5, 3.0: 0.5}, "method": "scale"}
+    )
     trainer.train()
     epsilons, counts = trainer.epsilons().round(decimals=1).unique(return_counts=True)
     assert epsilons.tolist() == [1.0, 3.0] and counts.tolist() == [12, 12]
@@ -139,7 +169,10 @@ def test_pieces_for_memory_change_no_draw_and_no_step(tmp_path):
     found = []
     for size, accumulated in ((6, 1), (2, 3)):
         trainer = trainer_of(
-            tmp_path, lora=True, per_device_train_batch_size=size, gradient_accumulation_steps=accumulated
+            tmp_path,
+            lora=True,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulated,
         )
         trainer.train()
         found.append((weights_of(trainer.model), trainer.history.batch_sizes))
@@ -159,14 +192,22 @@ def with_dropout():
     return bert(hidden_dropout_prob=0.1)
 
 
-LONG = dict(max_steps=4, save_strategy="steps", save_steps=2, learning_rate=0.05, lr_scheduler_type="linear")
+LONG = dict(
+    max_steps=4, save_strategy="steps", save_steps=2, learning_rate=0.05, lr_scheduler_type="linear"
+)
 
 
 def test_a_run_that_goes_on_ends_where_it_would_have_ended(tmp_path):
     privacy = {"people": "who", "at_most": 2, "track": Track(clipping="individual")}
     whole = trainer_of(tmp_path / "a", model=with_dropout(), privacy=privacy, **LONG)
     whole.train()
-    cut = trainer_of(tmp_path / "b", model=with_dropout(), privacy=privacy, given={"callbacks": [Interrupt()]}, **LONG)
+    cut = trainer_of(
+        tmp_path / "b",
+        model=with_dropout(),
+        privacy=privacy,
+        given={"callbacks": [Interrupt()]},
+        **LONG,
+    )
     with pytest.raises(KeyboardInterrupt):
         cut.train()
     again = trainer_of(tmp_path / "b", model=with_dropout(), privacy=privacy, **LONG)
@@ -178,7 +219,9 @@ def test_a_run_that_goes_on_ends_where_it_would_have_ended(tmp_path):
 
 
 def test_without_a_seed_keys_lie_in_the_checkpoint_until_the_run_ends(tmp_path):
-    cut = trainer_of(tmp_path, lora=True, privacy={"seed": None}, given={"callbacks": [Interrupt()]}, **LONG)
+    cut = trainer_of(
+        tmp_path, lora=True, privacy={"seed": None}, given={"callbacks": [Interrupt()]}, **LONG
+    )
     with pytest.raises(KeyboardInterrupt):
         cut.train()
     file = tmp_path / "checkpoint-2" / "privacy.pt.key"
@@ -200,7 +243,9 @@ def test_a_checkpoint_of_another_run_or_of_a_plain_trainer_is_refused(tmp_path):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     (tmp_path / "checkpoint-1" / "privacy.pt").unlink()
     with pytest.raises(ValueError, match=r"privacy\.pt"):
-        trainer_of(tmp_path, lora=True, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        trainer_of(tmp_path, lora=True, **options).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-1")
+        )
 
 
 def test_a_run_that_stops_early_states_the_steps_that_it_took(tmp_path):
@@ -226,42 +271,72 @@ def test_a_run_that_stops_early_states_the_steps_that_it_took(tmp_path):
     assert trainer.taken == 3 and "3 of 6" in trainer.statement()
     assert trainer.epsilons().max() == trainer.plan.epsilon(steps=3) < trainer.plan.epsilon()
     card = json.loads((tmp_path / "privacy.json").read_text())
-    assert card["steps"] == 3 and card["epsilon"] < card["epsilon_of_planned_steps"] == trainer.plan.epsilon()
-    # The models decided when to stop: what is said first is what holds all the same, and rounded up.
+    assert (
+        card["steps"] == 3
+        and card["epsilon"] < card["epsilon_of_planned_steps"] == trainer.plan.epsilon()
+    )
+    # The models decided when to stop: what is said first is what holds all the same, and rounded
+    # up.
     said = float(re.findall(r"epsilon at most (\S+)", trainer.card_text())[0])
-    assert trainer.plan.epsilon() <= said < trainer.plan.epsilon() + 1e-3 and str(said) in trainer.statement()
+    assert (
+        trainer.plan.epsilon() <= said < trainer.plan.epsilon() + 1e-3
+        and str(said) in trainer.statement()
+    )
     with pytest.raises(ValueError, match="once"):
         trainer.train()
 
 
 def test_a_filter_keeps_budgets_and_an_exact_account_goes_below_the_uniform_one(tmp_path):
-    privacy = {"budgets": 1.5, "filter": "exact", "noise_multiplier": 1.0, "people": "who", "accountant": "pld"}
+    privacy = {
+        "budgets": 1.5,
+        "filter": "exact",
+        "noise_multiplier": 1.0,
+        "people": "who",
+        "accountant": "pld",
+    }
     trainer = trainer_of(tmp_path, lora=True, privacy=privacy, max_steps=8)
     trainer.train()
     epsilons = trainer.epsilons()
     assert trainer.tracker.exact and epsilons.shape == (trainer.plan.n,)
     assert epsilons.max() <= 1.5 < trainer.plan.epsilon() and epsilons.min() > 0
     card = json.loads((tmp_path / "privacy.json").read_text())
-    assert card["filter_budgets"] == [1.5] and 0 < card["epsilon"] <= card["epsilon_of_planned_steps"] <= 1.5
+    assert (
+        card["filter_budgets"] == [1.5]
+        and 0 < card["epsilon"] <= card["epsilon_of_planned_steps"] <= 1.5
+    )
     assert float(re.findall(r"epsilon at most (\S+)", trainer.card_text())[0]) <= 1.5
     assert "By its filter (ExactFilter)" in trainer.statement()
     delta = trainer.plan.delta
-    assert Ledger().add(trainer, delta=delta).epsilon(delta) <= 1.5 < Ledger().add(trainer).epsilon(delta)
+    assert (
+        Ledger().add(trainer, delta=delta).epsilon(delta)
+        <= 1.5
+        < Ledger().add(trainer).epsilon(delta)
+    )
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bfloat16 on this processor")
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bfloat16 on this processor"
+)
 def test_bf16_goes_through_the_network_only(tmp_path):
     model = model_of("bert", lora=True)
     trainer = trainer_of(tmp_path, model=model, bf16=True)
     trainer.train()
-    assert trainer.history.precision == "bf16" and all(p.dtype == torch.float32 for p in model.parameters())
+    assert trainer.history.precision == "bf16" and all(
+        p.dtype == torch.float32 for p in model.parameters()
+    )
 
 
 @pytest.mark.parametrize(
     "name, names",
-    [("gpt2", ["wte", "lm_head"]), ("masked", ["word_embeddings", "decoder"]), ("t5", ["shared", "embed_tokens"])],
+    [
+        ("gpt2", ["wte", "lm_head"]),
+        ("masked", ["word_embeddings", "decoder"]),
+        ("t5", ["shared", "embed_tokens"]),
+    ],
 )
-def test_a_model_that_shares_a_weight_where_no_method_takes_it_is_refused_by_its_layers(name, names, tmp_path):
+def test_a_model_that_shares_a_weight_where_no_method_takes_it_is_refused_by_its_layers(
+    name, names, tmp_path
+):
     with pytest.raises(ValueError, match="share a parameter") as caught:
         trainer_of(tmp_path, name, model=model_of(name, tie_word_embeddings=True)).train()
     assert all(name in str(caught.value) for name in names)
@@ -271,7 +346,9 @@ def test_an_optimizer_that_moves_not_what_it_should_or_is_stepped_by_others_is_r
     model = model_of("bert", lora=True)
     own = [p for p in model.parameters() if p.requires_grad]
     with pytest.raises(ValueError, match="optimizer"):
-        trainer_of(tmp_path, model=model, given={"optimizers": (torch.optim.SGD(own[:1], lr=0.1), None)}).train()
+        trainer_of(
+            tmp_path, model=model, given={"optimizers": (torch.optim.SGD(own[:1], lr=0.1), None)}
+        ).train()
 
     class Again(TrainerCallback):
         def on_step_end(self, args, state, control, optimizer=None, **_):
@@ -320,13 +397,17 @@ def test_what_mixes_persons_is_refused(tmp_path):
 
 
 class FSDPModule:
-    """Known by its name, as the class that `fully_shard` adds to a model's, which takes a process group."""
+    """Known by its name, as the class that `fully_shard` adds to a model's, which takes a process
+    group.
+    """
 
 
 def test_a_model_that_is_sharded_is_refused_before_the_trainer_is_made(tmp_path):
     model = model_of("bert")
     model.bert.__class__ = type("FSDPBertModel", (FSDPModule, type(model.bert)), {})
-    with pytest.raises(ValueError, match="model must be a plain module, .* holds FSDPModule, .* before fully_shard"):
+    with pytest.raises(
+        ValueError, match="model must be a plain module, .* holds FSDPModule, .* before fully_shard"
+    ):
         trainer_of(tmp_path, model=model)
 
 
@@ -361,11 +442,16 @@ def test_of_a_trained_prompt_the_prompt_moves_and_nothing_else(tmp_path):
     trainer = trainer_of(tmp_path, "llama", model)
     trainer.train()
     moved = {name for name, p in weights_of(model).items() if not torch.equal(p, before[name])}
-    assert moved == {name for name, p in model.named_parameters() if p.requires_grad} and len(moved) == 1
+    assert (
+        moved == {name for name, p in model.named_parameters() if p.requires_grad}
+        and len(moved) == 1
+    )
 
 
 def test_epochs_count_persons(tmp_path):
-    trainer = trainer_of(tmp_path, lora=True, privacy={"people": "who"}, max_steps=-1, num_train_epochs=2)
+    trainer = trainer_of(
+        tmp_path, lora=True, privacy={"people": "who"}, max_steps=-1, num_train_epochs=2
+    )
     trainer.train()
     assert trainer.plan.n == 9 and trainer.taken == trainer.plan.steps == 2 * round(9 / 6)
     assert round(float(trainer.plan.expected_batch_size), 9) == 6

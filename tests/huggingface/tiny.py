@@ -1,4 +1,6 @@
-"""Tiny models of `transformers`, in full and with LoRA, and rows for them. Nothing is downloaded."""
+"""Tiny models of `transformers`, in full and with LoRA, and rows for them. Nothing is
+downloaded.
+"""
 
 import torch
 from peft import LoraConfig, get_peft_model  # noqa: E402
@@ -43,7 +45,15 @@ def masked(**options):
 
 
 def gpt2(**options):
-    sizes = dict(vocab_size=VOCABULARY, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0)
+    sizes = dict(
+        vocab_size=VOCABULARY,
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        n_positions=8,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     quiet = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=False)
     return GPT2LMHeadModel(GPT2Config(**(sizes | quiet | options)))
 
@@ -53,18 +63,48 @@ def tied(**options):
 
 
 def llama(**options):
-    sizes = dict(vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-    return LlamaForCausalLM(LlamaConfig(**(sizes | dict(num_key_value_heads=1, max_position_embeddings=8) | options)))
+    sizes = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+    )
+    return LlamaForCausalLM(
+        LlamaConfig(**(sizes | dict(num_key_value_heads=1, max_position_embeddings=8) | options))
+    )
 
 
 def t5(**options):
-    sizes = dict(vocab_size=VOCABULARY, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0)
-    return T5ForConditionalGeneration(T5Config(**(sizes | dict(decoder_start_token_id=0, pad_token_id=0) | options)))
+    sizes = dict(
+        vocab_size=VOCABULARY,
+        d_model=8,
+        d_kv=4,
+        d_ff=8,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+    )
+    return T5ForConditionalGeneration(
+        T5Config(**(sizes | dict(decoder_start_token_id=0, pad_token_id=0) | options))
+    )
 
 
 def vit(**options):
-    sizes = dict(image_size=8, patch_size=4, num_channels=1, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
-    quiet = dict(intermediate_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=CLASSES)
+    sizes = dict(
+        image_size=8,
+        patch_size=4,
+        num_channels=1,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    quiet = dict(
+        intermediate_size=8,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=CLASSES,
+    )
     return ViTForImageClassification(ViTConfig(**(sizes | quiet | options)))
 
 
@@ -85,18 +125,25 @@ def model_of(name, *, lora=False, **options):
     make, targets = MODELS[name]
     model = make(**options)
     if lora:
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+        model = get_peft_model(
+            model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        )
     return model.double() if name == "vit" else model
 
 
 def rows_of(name, n=24):
-    """Rows of unequal length, padded by hand, each with a column of its person, of whom there are fewer than n."""
+    """Rows of unequal length, padded by hand, each with a column of its person, of whom there are
+    fewer than n.
+    """
     g = torch.Generator().manual_seed(1)
     rows = []
     for i in range(n):
         who, length = f"person {int(i**0.5 * 2):02}", 2 + i % (LENGTH - 1)
         if name == "vit":
-            row = {"pixel_values": torch.randn(1, 8, 8, generator=g, dtype=torch.float64), "labels": i % CLASSES}
+            row = {
+                "pixel_values": torch.randn(1, 8, 8, generator=g, dtype=torch.float64),
+                "labels": i % CLASSES,
+            }
         else:
             ids = torch.randint(1, VOCABULARY, (LENGTH,), generator=g)
             mask = (torch.arange(LENGTH) < length).long()

@@ -39,7 +39,8 @@ def norm(values):
     with mpmath.workdps(60):
         return (
             mpmath.sqrt(
-                mpmath.mpf(sum(v * v for v in values).numerator) / mpmath.mpf(sum(v * v for v in values).denominator)
+                mpmath.mpf(sum(v * v for v in values).numerator)
+                / mpmath.mpf(sum(v * v for v in values).denominator)
             )
             if any(values)
             else mpmath.mpf(0)
@@ -55,7 +56,9 @@ class Words(nn.Module):
         self.even, self.last = nn.GroupNorm(1, 3), nn.Linear(27, 3)
 
     def forward(self, x):
-        return self.last(self.even(self.conv(torch.tanh(self.along(self.words(x))).unsqueeze(1))).flatten(1))
+        return self.last(
+            self.even(self.conv(torch.tanh(self.along(self.words(x))).unsqueeze(1))).flatten(1)
+        )
 
 
 def words(n=13):
@@ -64,7 +67,9 @@ def words(n=13):
 
 
 def vectors(model, x, y, limits, **arguments):
-    """The contribution of each example, by asking for each by itself with the others clipped to nothing."""
+    """The contribution of each example, by asking for each by itself with the others clipped to
+    nothing.
+    """
     found = []
     for i in range(len(x)):
         alone = torch.full((len(x),), 1e-290, dtype=torch.float64)
@@ -85,7 +90,10 @@ def test_what_is_added_is_what_was_measured_and_is_the_gradient(method):
         model.zero_grad()
         cross_entropy(model(x[i : i + 1]), y[i : i + 1]).sum().backward()
         torch.testing.assert_close(
-            each[i].float(), torch.cat([p.grad.flatten() for p in model.parameters()]), rtol=1e-4, atol=1e-6
+            each[i].float(),
+            torch.cat([p.grad.flatten() for p in model.parameters()]),
+            rtol=1e-4,
+            atol=1e-6,
         )
 
 
@@ -101,7 +109,9 @@ def test_the_sum_is_off_by_no_more_than_its_bound(method, microbatch_size):
         terms = fractions_of(each[:, k])
         # The terms themselves are rounded, to half a bit.
         slack = (fractions.Fraction(bound) + fractions.Fraction(2) ** -52) * sum(map(abs, terms))
-        assert abs(fractions.Fraction(found[k].item()) - sum(terms)) <= slack + fractions.Fraction(1e-280)
+        assert abs(fractions.Fraction(found[k].item()) - sum(terms)) <= slack + fractions.Fraction(
+            1e-280
+        )
 
 
 @settings(max_examples=40, deadline=None)
@@ -114,11 +124,15 @@ def test_the_sum_is_off_by_no_more_than_its_bound(method, microbatch_size):
 )
 def test_a_clipped_vector_is_no_longer_than_the_account_says(dtype, size, seed, power, constant):
     generator = torch.Generator().manual_seed(seed)
-    g = (torch.ones(1, size) if constant else torch.randn(1, size, generator=generator)) * 10.0**power
+    g = (
+        torch.ones(1, size) if constant else torch.randn(1, size, generator=generator)
+    ) * 10.0**power
     g = (g * (1 + torch.rand(1, 1, generator=generator))).to(dtype)
     layer = layers.Explicit({"weight": g})
     limit = 0.7 * 10.0**power
-    total = sums._clip({"": layer}, layer.squared_norms(), torch.zeros(1), limit, dtype, None, float64=True)
+    total = sums._clip(
+        {"": layer}, layer.squared_norms(), torch.zeros(1), limit, dtype, None, float64=True
+    )
     assert norm(fractions_of(total.gradients["weight"])) <= limit * (1 + floats.NORM_ERROR)
 
 
@@ -128,9 +142,13 @@ def test_norms_of_short_floats_are_measured_in_long_ones():
     exact = 16 * float(g[0, 0])
     for size in (256, 200, 97):
         part = g[:, :size]
-        assert float(layers.squared_norms(part).sqrt()) == pytest.approx(exact * math.sqrt(size / 256), rel=1e-5)
+        assert float(layers.squared_norms(part).sqrt()) == pytest.approx(
+            exact * math.sqrt(size / 256), rel=1e-5
+        )
     many = torch.rand(50, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
-    torch.testing.assert_close(layers.squared_norms(many).sqrt(), many.double().norm(dim=1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        layers.squared_norms(many).sqrt(), many.double().norm(dim=1), rtol=1e-5, atol=0
+    )
 
 
 class Rows(nn.Module):
@@ -171,8 +189,17 @@ def test_neighbours_move_the_snapped_sum_by_no_more_than_the_sensitivity():
         (1497, 128, 300, 2410, 1.3),
     ],
 )  # digits, the page on your own model
-def test_the_account_of_floats_costs_less_than_a_thousandth_at_the_books_sizes(n, batch, steps, parameters, sigma):
-    plan = dict(n=n, sample_rate=batch / n, steps=steps, max_grad_norm=1.0, noise_multiplier=sigma, delta=1e-5)
+def test_the_account_of_floats_costs_less_than_a_thousandth_at_the_books_sizes(
+    n, batch, steps, parameters, sigma
+):
+    plan = dict(
+        n=n,
+        sample_rate=batch / n,
+        steps=steps,
+        max_grad_norm=1.0,
+        noise_multiplier=sigma,
+        delta=1e-5,
+    )
     real = DPSGDPlan(**plan).epsilon()
     exact = DPSGDPlan(**plan, arithmetic="float", parameters=parameters).epsilon()
     assert real < exact < 1.001 * real
@@ -184,7 +211,11 @@ def test_the_account_is_that_of_the_larger_sensitivity():
     assert plan.sensitivity == pytest.approx(delta, rel=1e-9) and plan.sensitivity > delta
     assert plan.effective_noise_multiplier == 1 / plan.sensitivity
     expected = compute_epsilon(
-        sample_rate=0.2, noise_multiplier=1 / plan.sensitivity, steps=10, delta=1e-5, accountant="rdp"
+        sample_rate=0.2,
+        noise_multiplier=1 / plan.sensitivity,
+        steps=10,
+        delta=1e-5,
+        accountant="rdp",
     )
     assert plan.epsilon(accountant="rdp") == pytest.approx(float(expected), rel=1e-6)
     assert plan.epsilon(accountant="rdp") > (1 - 1e-9) * expected
@@ -212,13 +243,27 @@ def test_a_calibrated_plan_meets_its_target(target):
 
 @pytest.mark.parametrize("method", ["sample", "scale"])
 def test_a_plan_for_budgets_meets_each_with_what_floats_add(method):
-    run = dict(n=40, sample_rate=0.05, steps=200, max_grad_norm=0.3, delta=1e-5, accountant="rdp", method=method)
+    run = dict(
+        n=40,
+        sample_rate=0.05,
+        steps=200,
+        max_grad_norm=0.3,
+        delta=1e-5,
+        accountant="rdp",
+        method=method,
+    )
     budgets = torch.tensor([0.5, 8.0], dtype=torch.float64).repeat(20)
     real = DPSGDPlan.for_epsilons(budgets, **run)
     plan = DPSGDPlan.for_epsilons(budgets, arithmetic="float", parameters=10**10, **run)
     spent = plan.epsilon()
-    # What floats add is the same for all, and so a larger share of the smallest clip norm, for which the noise is made.
-    assert plan.individual and (spent <= budgets).all() and (spent > 0.95 * budgets).all() and spent[0] > 0.998 * 0.5
+    # What floats add is the same for all, and so a larger share of the smallest clip norm, for
+    # which the noise is made.
+    assert (
+        plan.individual
+        and (spent <= budgets).all()
+        and (spent > 0.95 * budgets).all()
+        and spent[0] > 0.998 * 0.5
+    )
     # The account of real numbers' noise, with what floats add, exceeds the smallest budgets.
     careless = dataclasses.replace(real, arithmetic="float", parameters=10**10)
     assert (careless.epsilon() > budgets).any() and plan.noise_multiplier > real.noise_multiplier
@@ -250,7 +295,9 @@ def test_bad_arguments_are_refused_by_name():
 
 
 def data(dtype=torch.float32):
-    return torch.randn(100, 5, generator=torch.Generator().manual_seed(1)).to(dtype), torch.arange(100) % 3
+    return torch.randn(100, 5, generator=torch.Generator().manual_seed(1)).to(dtype), torch.arange(
+        100
+    ) % 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -260,7 +307,9 @@ def test_training_adds_in_float64_and_steps_in_the_models_type(dtype, method, mo
     monkeypatch.setattr(
         DPSGDPlan,
         "noisy",
-        lambda self, total, generator: seen.append((total.dtype, noisy(self, total, generator))) or seen[-1][1],
+        lambda self, total, generator: (
+            seen.append((total.dtype, noisy(self, total, generator))) or seen[-1][1]
+        ),
     )
     before = [p.clone() for p in model.parameters()]
     train(
@@ -275,17 +324,31 @@ def test_training_adds_in_float64_and_steps_in_the_models_type(dtype, method, mo
     assert len(seen) == 10 and all(p.dtype == dtype for p in model.parameters())
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))
     for given_type, out in seen:
-        assert given_type == torch.float64 and torch.equal(out / grid_of(1.0), (out / grid_of(1.0)).round())
+        assert given_type == torch.float64 and torch.equal(
+            out / grid_of(1.0), (out / grid_of(1.0)).round()
+        )
 
 
 @pytest.mark.parametrize(
-    "arguments, match", [(dict(seed=1), "seed 1"), (dict(method="ghost"), "ghost"), (dict(parameters=17), "parameters")]
+    "arguments, match",
+    [
+        (dict(seed=1), "seed 1"),
+        (dict(method="ghost"), "ghost"),
+        (dict(parameters=17), "parameters"),
+    ],
 )
 def test_a_run_that_the_account_does_not_cover_is_refused(arguments, match):
     model = models.linear(5, 3, seed=0)
     plan = DPSGDPlan(**{**GOOD, "parameters": arguments.pop("parameters", 18)})
     with pytest.raises(ValueError, match=match):
-        train(model, cross_entropy, data(), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
+        train(
+            model,
+            cross_entropy,
+            data(),
+            plan,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            **arguments,
+        )
     with pytest.raises(ValueError, match="arithmetic"):
         train_ensemble(model, cross_entropy, data(), plan, seeds=[0], learning_rate=0.1)
 
@@ -293,7 +356,12 @@ def test_a_run_that_the_account_does_not_cover_is_refused(arguments, match):
 def test_gradients_depend_on_the_batch_in_the_last_bits_only():
     model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 3))
     error = batch_dependence.batch_dependence_error(
-        model, cross_entropy, *data(), examples=4, batches=6, generator=torch.Generator().manual_seed(0)
+        model,
+        cross_entropy,
+        *data(),
+        examples=4,
+        batches=6,
+        generator=torch.Generator().manual_seed(0),
     )
     assert 0 <= error < 1e-5
     double = batch_dependence.batch_dependence_error(

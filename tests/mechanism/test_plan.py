@@ -35,7 +35,11 @@ def test_bad_arguments_are_refused_by_name():
     refuses(DPSGDPlan(**GOOD).epsilon, {}, accountant=["gdp"], **bad_steps_and_deltas)
     batch = dict(target_epsilon=2.0, batch_size=50, epochs=3, **TARGET)
     refuses(DPSGDPlan.for_epsilon, batch, batch_size=[601, 0], epochs=[0, math.inf])
-    refuses(DPSGDPlan.from_json, {}, source=["{}", '{"plan": 3}', "{", '{"plan": {"n": 3}}', '{"plan": {"m": 3}}'])
+    refuses(
+        DPSGDPlan.from_json,
+        {},
+        source=["{}", '{"plan": 3}', "{", '{"plan": {"n": 3}}', '{"plan": {"m": 3}}'],
+    )
 
 
 def test_the_normaliser_is_the_sum_of_the_rates():
@@ -55,8 +59,13 @@ def test_one_number_of_noise_is_the_multiplier_times_the_mean_clip_norm():
 
 
 def test_epsilon_is_that_of_the_accounting_for_each_pair_of_rate_and_norm():
-    rates, norms = torch.tensor([0.1, 0.1, 0.3, 0.3]).double(), torch.tensor([1.0, 2.0, 1.0, 2.0]).double()
-    plan = DPSGDPlan(n=4, sample_rate=rates, steps=10, max_grad_norm=norms, noise_multiplier=2.0, delta=1e-5)
+    rates, norms = (
+        torch.tensor([0.1, 0.1, 0.3, 0.3]).double(),
+        torch.tensor([1.0, 2.0, 1.0, 2.0]).double(),
+    )
+    plan = DPSGDPlan(
+        n=4, sample_rate=rates, steps=10, max_grad_norm=norms, noise_multiplier=2.0, delta=1e-5
+    )
     epsilons = plan.epsilon(steps=7, accountant="rdp")
     assert epsilons.shape == (4,) and epsilons.dtype == torch.float64
     for epsilon, rate, norm in zip(epsilons.tolist(), rates.tolist(), norms.tolist()):
@@ -70,7 +79,9 @@ def test_epsilon_is_that_of_the_accounting_for_each_pair_of_rate_and_norm():
 
 def test_each_distinct_pair_is_accounted_once(monkeypatch):
     calls = []
-    monkeypatch.setattr(plan_module, "compute_epsilon", lambda **arguments: calls.append(arguments) or 1.0)
+    monkeypatch.setattr(
+        plan_module, "compute_epsilon", lambda **arguments: calls.append(arguments) or 1.0
+    )
     plan = DPSGDPlan(**{**GOOD, "n": 1000, "sample_rate": torch.tensor([0.1, 0.2]).repeat(500)})
     assert plan.epsilon().shape == (1000,)
     assert len(calls) == 2
@@ -82,11 +93,22 @@ def test_no_noise_costs_everything_and_no_step_costs_nothing():
 
 
 def test_a_calibrated_plan_meets_its_target():
-    plan = DPSGDPlan.for_epsilon(1.0, n=500, sample_rate=0.1, steps=50, max_grad_norm=1.0, delta=1e-4, accountant="rdp")
-    assert 0.999 < plan.epsilon() <= 1.0 and plan.accountant == "rdp" and plan.epsilon(accountant="pld") < 0.97
-    assert plan.statement().endswith("delta 0.0001, accountant rdp.") and plan.config()["accountant"] == "rdp"
+    plan = DPSGDPlan.for_epsilon(
+        1.0, n=500, sample_rate=0.1, steps=50, max_grad_norm=1.0, delta=1e-4, accountant="rdp"
+    )
+    assert (
+        0.999 < plan.epsilon() <= 1.0
+        and plan.accountant == "rdp"
+        and plan.epsilon(accountant="pld") < 0.97
+    )
+    assert (
+        plan.statement().endswith("delta 0.0001, accountant rdp.")
+        and plan.config()["accountant"] == "rdp"
+    )
     with pytest.raises(ValueError, match="sample_rate"):
-        DPSGDPlan.for_epsilon(1.0, n=2, sample_rate=[0.1, 0.2], steps=5, max_grad_norm=1.0, delta=1e-4)
+        DPSGDPlan.for_epsilon(
+            1.0, n=2, sample_rate=[0.1, 0.2], steps=5, max_grad_norm=1.0, delta=1e-4
+        )
 
 
 def test_a_plan_keeps_its_own_copy_of_the_rates_and_cannot_be_changed():
@@ -100,21 +122,39 @@ def test_a_plan_keeps_its_own_copy_of_the_rates_and_cannot_be_changed():
 
 def test_configs_tell_plans_apart():
     assert DPSGDPlan(**GOOD).config() == DPSGDPlan(**GOOD).config()
-    one, other = (DPSGDPlan(**{**GOOD, "sample_rate": torch.tensor([a, b] * 5)}) for a, b in ((0.1, 0.2), (0.2, 0.1)))
+    one, other = (
+        DPSGDPlan(**{**GOOD, "sample_rate": torch.tensor([a, b] * 5)})
+        for a, b in ((0.1, 0.2), (0.2, 0.1))
+    )
     assert one.config() != other.config()
 
 
 def test_the_divisor_is_public_under_the_relation_that_the_plan_states():
-    """Every plan divided by the sum of its rates and said "add or remove": the scale of the noise alone told n from
-    n + 1 (see the next test). Now the sentence is chosen by what is known of the divisor."""
+    """Every plan divided by the sum of its rates and said "add or remove": the scale of the noise
+    alone told n from n + 1 (see the next test). Now the sentence is chosen by what is known of the
+    divisor.
+    """
     plan = DPSGDPlan(**GOOD)
-    assert plan.relation == "zero-out" and "zero-out; the number of examples, 10, is public" in plan.statement()
+    assert (
+        plan.relation == "zero-out"
+        and "zero-out; the number of examples, 10, is public" in plan.statement()
+    )
     plan = DPSGDPlan(**GOOD, expected_batch_size=4)
-    assert plan.relation == "add-remove" and plan.expected_batch_size == 4.0 and "10" not in plan.statement()
+    assert (
+        plan.relation == "add-remove"
+        and plan.expected_batch_size == 4.0
+        and "10" not in plan.statement()
+    )
     assert DPSGDPlan(**GOOD, expected_batch_size=4, relation="zero-out").expected_batch_size == 4.0
     assert (
         DPSGDPlan.for_epsilon(
-            2.0, n=10, sample_rate=0.5, steps=20, max_grad_norm=1.0, delta=1e-5, expected_batch_size=5
+            2.0,
+            n=10,
+            sample_rate=0.5,
+            steps=20,
+            max_grad_norm=1.0,
+            delta=1e-5,
+            expected_batch_size=5,
         ).relation
         == "add-remove"
     )
@@ -123,7 +163,10 @@ def test_the_divisor_is_public_under_the_relation_that_the_plan_states():
         ({"expected_batch_size": 0}, "expected_batch_size"),
         ({"expected_batch_size": math.nan}, "expected_batch_size"),
         ({"relation": "replace"}, "relation"),
-        ({"expected_batch_size": 5, "max_grad_norm": [1.0] * 10}, "max_grad_norm must be one number"),
+        (
+            {"expected_batch_size": 5, "max_grad_norm": [1.0] * 10},
+            "max_grad_norm must be one number",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             DPSGDPlan(**{**GOOD, **bad})
@@ -131,7 +174,10 @@ def test_the_divisor_is_public_under_the_relation_that_the_plan_states():
 
 def test_what_is_replaced_in_a_plan_takes_the_divisor_along_only_where_it_was_given():
     assert dataclasses.replace(DPSGDPlan(**GOOD), n=20).expected_batch_size == 10.0
-    assert dataclasses.replace(DPSGDPlan(**GOOD, expected_batch_size=4), n=20).expected_batch_size == 4.0
+    assert (
+        dataclasses.replace(DPSGDPlan(**GOOD, expected_batch_size=4), n=20).expected_batch_size
+        == 4.0
+    )
     with pytest.raises(ValueError, match="expected_batch_size"):
         dataclasses.replace(DPSGDPlan(**GOOD), relation="add-remove")
     assert type(DPSGDPlan(**GOOD).config()["expected_batch_size"]) is float
@@ -151,8 +197,10 @@ def test_the_scale_of_the_noise_tells_n_from_its_neighbour_unless_the_divisor_is
 
 
 def test_a_zeroed_example_and_an_absent_one_give_the_same_mechanism():
-    """With the constants fixed, zero-out and add-remove are one pair of distributions: the same seed gives the same
-    weights with an example whose gradient is zero as without it, whoever else is drawn."""
+    """With the constants fixed, zero-out and add-remove are one pair of distributions: the same
+    seed gives the same weights with an example whose gradient is zero as without it, whoever else
+    is drawn.
+    """
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(11, 3, generator=generator).double(), torch.arange(11) % 2
     shape = dict(steps=15, sample_rate=0.4, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
@@ -163,14 +211,23 @@ def test_a_zeroed_example_and_an_absent_one_give_the_same_mechanism():
         plan = DPSGDPlan(n=n, expected_batch_size=divisor, **shape)
         masks = PoissonSampler(11, 0.4, torch.Generator().manual_seed(3)).masks(15)
         draws = iter([mask[rows].nonzero().squeeze(1) for mask in masks])
-        object.__setattr__(plan, "sampler", lambda generator: types.SimpleNamespace(draw=lambda: next(draws)))
+        object.__setattr__(
+            plan, "sampler", lambda generator: types.SimpleNamespace(draw=lambda: next(draws))
+        )
 
         def loss(outputs, targets):
             return torch.where(targets == 9, 0, cross_entropy(outputs, targets.clamp(max=1)))
 
         labels = y.clone()
         labels[10] = 9 if gone else labels[10]
-        train(model, loss, (x[rows], labels[rows]), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), seed=1)
+        train(
+            model,
+            loss,
+            (x[rows], labels[rows]),
+            plan,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            seed=1,
+        )
         return torch.cat([p.flatten() for p in model.parameters()])
 
     everybody, others = torch.arange(11), torch.arange(10)
@@ -200,7 +257,9 @@ def test_a_step_moves_by_exactly_its_noise_where_gradients_are_zero():
         model,
         lambda out, y: 0.0 * out.sum(1),
         (torch.randn(50, 100).double(), torch.zeros(50)),
-        DPSGDPlan(n=50, sample_rate=0.2, steps=3, max_grad_norm=0.5, noise_multiplier=2.0, delta=1e-3),
+        DPSGDPlan(
+            n=50, sample_rate=0.2, steps=3, max_grad_norm=0.5, noise_multiplier=2.0, delta=1e-3
+        ),
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
         progress=False,
         callbacks=Callbacks(on_step=lambda state: moves.append(model.weight.detach().clone())),
@@ -210,7 +269,9 @@ def test_a_step_moves_by_exactly_its_noise_where_gradients_are_zero():
 
 
 def test_two_sums_have_no_noise_in_common_and_one_sum_has_always_the_same():
-    plan = DPSGDPlan(n=10, sample_rate=0.1, steps=3, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+    plan = DPSGDPlan(
+        n=10, sample_rate=0.1, steps=3, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3
+    )
     total, key = torch.randn(5000, dtype=torch.float64), bytes(range(32))
     one, same, other = (SecureStream() for _ in range(3))
     for stream in (one, same, other):  # as a checkpoint's keys are given back
@@ -236,7 +297,11 @@ def test_a_plan_for_budgets_uses_up_each(method):
     plan = DPSGDPlan.for_epsilons({1.0: 0.5, 3.0: 0.5}, method=method, **run)
     spent, budgets = plan.epsilon(), torch.as_tensor([1.0, 3.0], dtype=torch.float64)
     nearest = budgets[(spent[:, None] - budgets).abs().argmin(1)]
-    assert (spent <= nearest).all() and (spent >= nearest * (1 - 2e-3)).all() and (nearest == 1.0).sum() == 10
+    assert (
+        (spent <= nearest).all()
+        and (spent >= nearest * (1 - 2e-3)).all()
+        and (nearest == 1.0).sum() == 10
+    )
     each = DPSGDPlan.for_epsilons(nearest, method=method, **run)
     assert torch.equal(each.epsilon(), spent)
     same = DPSGDPlan.for_epsilons(2.0, method=method, **run)
@@ -249,12 +314,16 @@ def test_a_plan_for_budgets_uses_up_each(method):
 def test_a_delta_of_one_over_n_or_more_gets_a_warning(n, warned):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        DPSGDPlan(n=n, sample_rate=0.1, steps=1, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+        DPSGDPlan(
+            n=n, sample_rate=0.1, steps=1, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3
+        )
     assert [("1/n" in str(each.message)) for each in found] == [True] * warned
 
 
 def test_a_statement_is_of_the_steps_taken():
-    plan = DPSGDPlan(n=100, sample_rate=0.1, steps=50, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
+    plan = DPSGDPlan(
+        n=100, sample_rate=0.1, steps=50, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5
+    )
     assert " 50 steps" in plan.statement() and " 7 of 50 " in plan.statement(steps=7)
     with pytest.raises(ValueError, match="steps"):
         plan.statement(steps=51)
@@ -267,7 +336,9 @@ def test_a_batch_size_and_epochs_are_a_rate_and_steps():
     plan = DPSGDPlan.for_epsilon(2.0, batch_size=50, epochs=3, **TARGET)
     assert (plan.sample_rate, plan.steps) == (50 / 600, 36)
     assert plan == DPSGDPlan.for_epsilon(2.0, sample_rate=50 / 600, steps=36, **TARGET)
-    plan = DPSGDPlan.for_epsilons({1.0: 0.5, 2.0: 0.5}, batch_size=50, epochs=3, accountant="rdp", **TARGET)
+    plan = DPSGDPlan.for_epsilons(
+        {1.0: 0.5, 2.0: 0.5}, batch_size=50, epochs=3, accountant="rdp", **TARGET
+    )
     assert plan.steps == 36 and plan.expected_batch_size == pytest.approx(50)
     # The paper's 80 epochs of MNIST are 9,375 steps.
     assert plan_module._rate_and_steps(60_000, None, None, 512, 80)[1] == 9375
@@ -277,7 +348,13 @@ def test_a_batch_size_and_epochs_are_a_rate_and_steps():
 def test_rate_and_steps_are_given_in_exactly_one_way(make):
     both = {"sample_rate": 0.1, "steps": 5}
     mixed = {"sample_rate": 0.1, "epochs": 2}
-    for given in ({}, {"sample_rate": 0.1}, mixed, {**both, "epochs": 2}, {**both, "batch_size": 60, "epochs": 2}):
+    for given in (
+        {},
+        {"sample_rate": 0.1},
+        mixed,
+        {**both, "epochs": 2},
+        {**both, "batch_size": 60, "epochs": 2},
+    ):
         with pytest.raises(ValueError, match="sample_rate and steps or batch_size and epochs"):
             make(2.0, **TARGET, **given)
 
@@ -287,7 +364,11 @@ def test_budgets_are_used_up_by_the_default_accountant_too(method):
     run = dict(n=4, sample_rate=0.05, steps=100, max_grad_norm=1.0, delta=1e-5)
     plan = DPSGDPlan.for_epsilons({1.0: 0.5, 2.0: 0.5}, method=method, **run)
     budgets = torch.tensor([2.0, 2.0, 1.0, 1.0], dtype=torch.float64)
-    assert plan.accountant == "pld" and (plan.epsilon() <= budgets).all() and (plan.epsilon() > 0.998 * budgets).all()
+    assert (
+        plan.accountant == "pld"
+        and (plan.epsilon() <= budgets).all()
+        and (plan.epsilon() > 0.998 * budgets).all()
+    )
 
 
 @pytest.mark.parametrize(

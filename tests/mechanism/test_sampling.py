@@ -11,7 +11,8 @@ from dpcompanion.training import PoissonSampler, gaussian_noise, generators
 
 from ..refusals import refuses
 
-FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right sampler would have failed
+# the seeds are fixed; this is the probability with which a right sampler would have failed
+FALSE_ALARM = 1e-6
 
 
 def generator(seed=0):
@@ -61,7 +62,10 @@ def test_the_coins_of_a_seed_are_what_they_always_were():
     """Every trained number of the book hangs on them."""
     assert (
         PoissonSampler(30, 0.2, generator(7)).draw().tolist()
-        == (torch.rand(1, 30, dtype=torch.float64, generator=generator(7)) < 0.2)[0].nonzero().squeeze(1).tolist()
+        == (torch.rand(1, 30, dtype=torch.float64, generator=generator(7)) < 0.2)[0]
+        .nonzero()
+        .squeeze(1)
+        .tolist()
     )
     assert sampling.GAPS_FROM == 1_000_000
 
@@ -71,9 +75,13 @@ def secure(number):
 
 
 @pytest.mark.parametrize("source, block", [(generator, 1), (generator, 1 << 20), (secure, 4)])
-@pytest.mark.parametrize("rates", [0.3, [0.1, 0.7, 0.1, 1.0, 0.7, 0.1], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]])
+@pytest.mark.parametrize(
+    "rates", [0.3, [0.1, 0.7, 0.1, 1.0, 0.7, 0.1], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]
+)
 def test_draws_by_gaps_have_the_exact_law_of_coins(monkeypatch, rates, block, source):
-    """Every subset of six examples has its probability: so the first and the last, and all dependences."""
+    """Every subset of six examples has its probability: so the first and the last, and all
+    dependences.
+    """
     monkeypatch.setattr(sampling, "GAPS_FROM", 1)
     monkeypatch.setattr(sampling, "_BLOCK", block)
     monkeypatch.setattr(sampling, "_GROUPS", 3)
@@ -90,7 +98,9 @@ def test_draws_by_gaps_have_the_exact_law_of_coins(monkeypatch, rates, block, so
     possible = expected > 0
     assert seen[~possible].sum() == 0
     rare = possible & (expected < 5)
-    observed, expected = ([*v[possible & ~rare].tolist(), float(v[rare].sum())] for v in (seen, expected))
+    observed, expected = (
+        [*v[possible & ~rare].tolist(), float(v[rare].sum())] for v in (seen, expected)
+    )
     pairs = [(o, e) for o, e in zip(observed, expected) if e > 0]
     chi_square = sum((o - e) ** 2 / e for o, e in pairs)
     assert FALSE_ALARM / 2 < stats.chi2.sf(chi_square, df=len(pairs) - 1) < 1 - FALSE_ALARM / 2
@@ -98,16 +108,26 @@ def test_draws_by_gaps_have_the_exact_law_of_coins(monkeypatch, rates, block, so
 
 @pytest.mark.parametrize("rate", [1e-12, 1e-9, 1e-3, 0.5, 1 - 1e-9])
 def test_a_gap_is_at_least_k_with_the_probability_of_k_failures(rate):
-    """The uniform at which the gap reaches k is 1 - (1 - q)^k, also where that is far below 2^-53's neighbourhood."""
+    """The uniform at which the gap reaches k is 1 - (1 - q)^k, also where that is far below 2^-53's
+    neighbourhood.
+    """
     with mpmath.workdps(60):
         for k in (1, 2, 3, 10, 1000, 10**6, 10**9):
             edge = 1 - (1 - mpmath.mpf(rate)) ** k
             if edge > 1 - mpmath.mpf(2) ** -20:
                 continue
             slack = 1e-14 * max(1, 1 / float(1 - edge))
-            below, above = (torch.tensor(float(edge * (1 + side * slack)), dtype=torch.float64) for side in (-1, 1))
+            below, above = (
+                torch.tensor(float(edge * (1 + side * slack)), dtype=torch.float64)
+                for side in (-1, 1)
+            )
             assert sampling._gaps(below, rate) in (k - 1, k) and sampling._gaps(above, rate) >= k
-            assert sampling._gaps(torch.tensor(float(edge * (1 - 1 / (2 * k))), dtype=torch.float64), rate) < k
+            assert (
+                sampling._gaps(
+                    torch.tensor(float(edge * (1 - 1 / (2 * k))), dtype=torch.float64), rate
+                )
+                < k
+            )
 
 
 @pytest.mark.parametrize("source", [generator, secure])
@@ -121,15 +141,23 @@ def test_a_billion_examples_cost_what_is_drawn_of_them(source):
 def test_masks_of_many_examples_are_the_draws():
     n = sampling.GAPS_FROM
     rates = torch.tensor([1e-5, 3e-5], dtype=torch.float64).repeat(n // 2)
-    masks, sampler = PoissonSampler(n, rates, generator(3)).masks(2), PoissonSampler(n, rates, generator(3))
-    assert [mask.nonzero().squeeze(1).tolist() for mask in masks] == [sampler.draw().tolist() for _ in range(2)]
+    masks, sampler = (
+        PoissonSampler(n, rates, generator(3)).masks(2),
+        PoissonSampler(n, rates, generator(3)),
+    )
+    assert [mask.nonzero().squeeze(1).tolist() for mask in masks] == [
+        sampler.draw().tolist() for _ in range(2)
+    ]
 
 
 def test_bad_arguments_are_refused_by_name():
     sampler = dict(n=5, sample_rate=0.5, generator=generator())
     refuses(PoissonSampler, sampler, n=[0], sample_rate=[0.0, [0.5] * 4], generator=[None, 7])
     refuses(
-        gaussian_noise, dict(shape=(3,), std=1.0, generator=generator()), std=[-1.0, [1.0, 2.0]], generator=[None, 7]
+        gaussian_noise,
+        dict(shape=(3,), std=1.0, generator=generator()),
+        std=[-1.0, [1.0, 2.0]],
+        generator=[None, 7],
     )
     refuses(generators, {}, seed=[-1])
 
@@ -142,7 +170,10 @@ def test_noise_has_the_promised_distribution():
 
 
 def test_noise_is_the_same_in_both_precisions_but_for_rounding():
-    one, other = (gaussian_noise((100,), 1.0, generator(), dtype=dtype) for dtype in (torch.float32, torch.float64))
+    one, other = (
+        gaussian_noise((100,), 1.0, generator(), dtype=dtype)
+        for dtype in (torch.float32, torch.float64)
+    )
     assert one.dtype == torch.float32
     torch.testing.assert_close(one, other.float(), rtol=0, atol=0)
 
@@ -155,8 +186,12 @@ def test_streams_of_one_seed_differ_and_repeat():
 
 def test_seeds_that_agree_in_32_bits_have_different_batches_and_noise():
     one, other = generators(5), generators(5 + 2**32)
-    assert not torch.equal(*(gaussian_noise((8,), 1.0, streams["noise"]) for streams in (one, other)))
-    assert not torch.equal(*(PoissonSampler(99, 0.5, streams["sampling"]).draw() for streams in (one, other)))
+    assert not torch.equal(
+        *(gaussian_noise((8,), 1.0, streams["noise"]) for streams in (one, other))
+    )
+    assert not torch.equal(
+        *(PoissonSampler(99, 0.5, streams["sampling"]).draw() for streams in (one, other))
+    )
 
 
 def test_draws_from_a_cipher_are_poisson():

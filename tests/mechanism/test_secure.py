@@ -59,7 +59,12 @@ def test_a_call_has_a_nonce_of_its_own():
     # RFC 8439, appendix A.1, test vector 5: key 0, block counter 0, and a nonce that ends in 2.
     found = stream()
     found.set_state({"calls": 2 << 88})
-    assert found.words(8).tobytes().hex().startswith("c2c64d378cd536374ae204b9ef933fcd1a8b2288b3dfa49672ab765b54ee27c7")
+    assert (
+        found.words(8)
+        .tobytes()
+        .hex()
+        .startswith("c2c64d378cd536374ae204b9ef933fcd1a8b2288b3dfa49672ab765b54ee27c7")
+    )
     assert not np.array_equal(stream().words(8), np.concatenate([one := stream().words(4), one]))
 
 
@@ -151,10 +156,16 @@ def test_bad_arguments_are_refused_by_name():
     with pytest.raises(ValueError, match="calls"):
         stream().set_state({"calls": -1})
     refuses(SecureStream, {}, key=[b"", b"short", "0" * 32, 7, bytes(33)])
-    refuses(stream().normal, dict(shape=(2,), std=1.0), shape=[3], std=[torch.ones(2), -1.0, math.inf])
+    refuses(
+        stream().normal, dict(shape=(2,), std=1.0), shape=[3], std=[torch.ones(2), -1.0, math.inf]
+    )
     refuses(stream().normal, dict(shape=(2,), std=1.0), grid=[0.3, 2.0**-41, 0.0])
     refuses(stream().coins, dict(n=2), rate=[-0.1, 1.1, math.nan, torch.tensor([0.1, 0.2, 0.3])])
-    refuses(secure.snapped, dict(grid=2.0**-20), total=[torch.tensor([0.0, bad]) for bad in (math.nan, math.inf, 1e30)])
+    refuses(
+        secure.snapped,
+        dict(grid=2.0**-20),
+        total=[torch.tensor([0.0, bad]) for bad in (math.nan, math.inf, 1e30)],
+    )
     refuses(low_bits_tell, dict(canary=1.0), releases=[torch.zeros(3), [[0.0]]])
 
 
@@ -190,7 +201,11 @@ def test_a_clock_that_stands_still_and_seeds_of_other_generators_repeat_no_noise
 def test_the_inverse_distribution_function_is_as_good_as_is_assumed():
     rng = np.random.default_rng(0)
     probabilities = np.concatenate(
-        [2.0 ** -rng.uniform(1, 65, 80), rng.uniform(0.05, 0.5, 40), 0.5 - 2.0 ** -rng.uniform(2, 40, 40)]
+        [
+            2.0 ** -rng.uniform(1, 65, 80),
+            rng.uniform(0.05, 0.5, 40),
+            0.5 - 2.0 ** -rng.uniform(2, 40, 40),
+        ]
     )
     with mpmath.workdps(60):
         for t in probabilities:
@@ -204,14 +219,16 @@ def test_fast_and_exact_multiples_are_the_same(std):
     scale = std / grid_of(std)
     fast = SecureStream(key=bytes(32))._multiples(words, scale)
     exact = [
-        secure._rounded_quantile(2 * int(w >> np.uint64(1)) + 1, 65, scale) * (-1 if w & np.uint64(1) else 1)
+        secure._rounded_quantile(2 * int(w >> np.uint64(1)) + 1, 65, scale)
+        * (-1 if w & np.uint64(1) else 1)
         for w in words
     ]
     assert fast.tolist() == exact
 
 
 def test_bits_that_leave_a_boundary_open_are_followed_by_more():
-    # T in [j, j + 1) / 2^64 holds the boundary between the multiples 2 and 3: the next word says which.
+    # T in [j, j + 1) / 2^64 holds the boundary between the multiples 2 and 3: the next word says
+    # which.
     scale = 2.0
     with mpmath.workdps(50):
         boundary = mpmath.erfc(mpmath.mpf("1.25") / mpmath.sqrt(2)) / 2 * 2**64
@@ -219,7 +236,10 @@ def test_bits_that_leave_a_boundary_open_are_followed_by_more():
     below, above = int((rest - 0.01) * 2**64), int((rest + 0.01) * 2**64)
     for more, expected in ((below, 3.0), (above, 2.0)):  # a smaller T lies further out
         found = Scripted([more])
-        assert found._multiples(np.array([2 * tail], np.uint64), scale).tolist() == [expected] and not found.script
+        assert (
+            found._multiples(np.array([2 * tail], np.uint64), scale).tolist() == [expected]
+            and not found.script
+        )
 
 
 def test_the_tail_is_not_cut_off():
@@ -228,14 +248,20 @@ def test_the_tail_is_not_cut_off():
 
 
 def test_ten_million_draws_have_the_law_of_a_rounded_gaussian_far_tails_included():
-    """Against each cell's exact probability: chi-square where cells are full, Poisson counts where they are not."""
-    draws, grid, far, noise = 10_000_000, 0.0625, 112, stream(11)  # 112 cells are 7 standard deviations
+    """Against each cell's exact probability: chi-square where cells are full, Poisson counts where
+    they are not.
+    """
+    # 112 cells are 7 standard deviations
+    draws, grid, far, noise = 10_000_000, 0.0625, 112, stream(11)
     counts = np.zeros(2 * far + 1, dtype=np.int64)
     for _ in range(10):
         multiples = (noise.normal((draws // 10,), 1.0, grid=grid) / grid).numpy()
         assert np.array_equal(multiples, np.rint(multiples))
-        counts += np.bincount(np.clip(multiples + far, 0, 2 * far).astype(int), minlength=2 * far + 1)
-    # Upper tails keep their digits: cell k >= 0 is sf(k - 1/2) - sf(k + 1/2), and the other side mirrors it.
+        counts += np.bincount(
+            np.clip(multiples + far, 0, 2 * far).astype(int), minlength=2 * far + 1
+        )
+    # Upper tails keep their digits: cell k >= 0 is sf(k - 1/2) - sf(k + 1/2), and the other side
+    # mirrors it.
     beyond = stats.norm.sf((np.arange(far + 1) - 0.5) * grid)
     upper = np.append(-np.diff(beyond), beyond[far])
     expected = draws * np.concatenate([upper[:0:-1], upper])
@@ -243,7 +269,8 @@ def test_ten_million_draws_have_the_law_of_a_rounded_gaussian_far_tails_included
     full = expected >= 25
     assert (
         stats.chisquare(
-            np.append(counts[full], counts[~full].sum()), np.append(expected[full], expected[~full].sum())
+            np.append(counts[full], counts[~full].sum()),
+            np.append(expected[full], expected[~full].sum()),
         ).pvalue
         > 1e-4
     )
@@ -271,27 +298,39 @@ def test_a_coin_follows_every_bit_of_its_rate(rate, word):
     if whole < 2**64:
         # A first word equal to the first 64 bits: the next 64 decide.
         more = math.floor(rest * 2**64)
-        assert not Scripted([whole], [min(more + 1, 2**64 - 1)]).coins(1, rate)[0] or more == 2**64 - 1
+        assert (
+            not Scripted([whole], [min(more + 1, 2**64 - 1)]).coins(1, rate)[0] or more == 2**64 - 1
+        )
         if more:
             assert Scripted([whole], [more - 1]).coins(1, rate)[0]
 
 
 def exact_gap(numerator, bits, rate):
-    """floor(ln(1 - u) / ln(1 - rate)) at u = numerator / 2^bits, by far more digits than it takes."""
+    """floor(ln(1 - u) / ln(1 - rate)) at u = numerator / 2^bits, by far more digits than it
+    takes.
+    """
     with mpmath.workdps(400):
         rest = 1 - mpmath.mpf(numerator) / mpmath.mpf(2) ** bits
-        return math.inf if rest == 0 else int(mpmath.floor(mpmath.log(rest) / mpmath.log(1 - mpmath.mpf(rate))))
+        return (
+            math.inf
+            if rest == 0
+            else int(mpmath.floor(mpmath.log(rest) / mpmath.log(1 - mpmath.mpf(rate))))
+        )
 
 
 @settings(max_examples=120, deadline=None)
 @given(
-    st.one_of(st.floats(1e-12, 0.999), st.sampled_from([0.5, 0.25, 0.75, 1 - 2.0**-53, 1e-300, 2.0**-40])),
+    st.one_of(
+        st.floats(1e-12, 0.999), st.sampled_from([0.5, 0.25, 0.75, 1 - 2.0**-53, 1e-300, 2.0**-40])
+    ),
     st.one_of(st.integers(0, 2**64 - 1), st.integers(0, 40).map(lambda k: -k - 1)),
     st.integers(-2, 2),
     st.integers(0, 2**64 - 1),
 )
 def test_a_gap_is_that_of_all_its_bits(rate, word, off, more):
-    """Words far from a boundary between two gaps, and those next to one, where the first 64 bits do not decide."""
+    """Words far from a boundary between two gaps, and those next to one, where the first 64 bits do
+    not decide.
+    """
     if word < 0:  # the word of the boundary to the gap -word
         with mpmath.workdps(400):
             word = int((1 - (1 - mpmath.mpf(rate)) ** -word) * 2**64)
@@ -327,8 +366,9 @@ def test_no_noise_is_no_noise():
 
 
 def success(release, canary=1.0, runs=400, coordinates=64):
-    """The share of right guesses, by low bits (Mironov 2012), about runs of which half hold the canary in every
-    coordinate."""
+    """The share of right guesses, by low bits (Mironov 2012), about runs of which half hold the
+    canary in every coordinate.
+    """
     holds = torch.arange(runs) % 2 == 0
     sums = torch.stack([release(canary * torch.ones(coordinates) * bool(held)) for held in holds])
     found = low_bits_tell(sums, canary)
@@ -352,7 +392,8 @@ def test_low_bits_of_noise_on_a_grid_reveal_nothing(dtype):
     def release(total):
         return (secure.snapped(total, grid) + noise.normal(total.shape, 1.0, grid=grid)).to(dtype)
 
-    # 400 fair coins: from 43% to 57% with a probability of 99.5%; the canary itself moves what is near 0.
+    # 400 fair coins: from 43% to 57% with a probability of 99.5%; the canary itself moves what is
+    # near 0.
     right = success(release)
     assert 0.4 < right < 0.6
 
@@ -363,5 +404,7 @@ def test_sums_that_are_snapped_stay_near_and_add_exactly():
     near = secure.snapped(total, grid)
     assert (near - total).abs().max() <= grid / 2
     noise = stream(22).normal(total.shape, 1.0)
-    exact = [fractions.Fraction(a) + fractions.Fraction(b) for a, b in zip(near.tolist(), noise.tolist())]
+    exact = [
+        fractions.Fraction(a) + fractions.Fraction(b) for a, b in zip(near.tolist(), noise.tolist())
+    ]
     assert [fractions.Fraction(c) for c in (near + noise).tolist()] == exact

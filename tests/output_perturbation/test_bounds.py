@@ -35,15 +35,24 @@ SIZES = {
 
 
 def gaussian_delta(mu, epsilon):
-    return stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * stats.norm.cdf(-mu / 2 - epsilon / mu)
+    return stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * stats.norm.cdf(
+        -mu / 2 - epsilon / mu
+    )
 
 
 @pytest.mark.parametrize("task,ceiling", zip(TASKS, (0.0530, 0.1131, 0.1768)))
 def test_the_bound_rounds_passes_up_and_the_papers_value_does_not(task, ceiling):
     n, batch_size, learning_rate, steps = SIZES[task]
-    given = dict(passes=steps * batch_size / n, lipschitz=2**0.5, learning_rate=learning_rate, batch_size=batch_size)
+    given = dict(
+        passes=steps * batch_size / n,
+        lipschitz=2**0.5,
+        learning_rate=learning_rate,
+        batch_size=batch_size,
+    )
     assert sgd_sensitivity(**given) == pytest.approx(ceiling, abs=6e-5)
-    assert published.verdict(sgd_sensitivity_estimate(**given), TABLE_3[f"{task}.delta_theory"]) in ("matches", "close")
+    assert published.verdict(
+        sgd_sensitivity_estimate(**given), TABLE_3[f"{task}.delta_theory"]
+    ) in ("matches", "close")
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -71,9 +80,17 @@ def test_runs_keep_the_bound_against_the_base_set_and_twice_the_bound_against_ea
     features = features / features.norm(dim=1, keepdim=True)
     labels = torch.randint(2, (30,), generator=generator)
     weights = train_grid(
-        features, labels, data_sets=range(30), seeds=range(8), steps=20, batch_size=7, learning_rate=4.0
+        features,
+        labels,
+        data_sets=range(30),
+        seeds=range(8),
+        steps=20,
+        batch_size=7,
+        learning_rate=4.0,
     )
-    bound = sgd_sensitivity(passes=20 / 5, lipschitz=2**0.5, learning_rate=4.0, batch_size=7, smoothness=0.5)
+    bound = sgd_sensitivity(
+        passes=20 / 5, lipschitz=2**0.5, learning_rate=4.0, batch_size=7, smoothness=0.5
+    )
     apart = (weights[1:] - weights[:1]).norm(dim=-1)
     assert 0.1 * bound < apart.max() <= bound
     assert empirical_sensitivity(weights) <= 2 * bound
@@ -81,7 +98,9 @@ def test_runs_keep_the_bound_against_the_base_set_and_twice_the_bound_against_ea
 
 
 def test_beyond_the_condition_of_the_theorem_two_runs_drift_apart_and_the_learning_rate_is_refused():
-    """f(w) = w^2 / 2 has smoothness 1 and is Lipschitz where |w| <= L: at eta above 2 a step stretches differences."""
+    """f(w) = w^2 / 2 has smoothness 1 and is Lipschitz where |w| <= L: at eta above 2 a step
+    stretches differences.
+    """
     given = dict(passes=3, lipschitz=4.0, batch_size=1)
 
     def apart(rate):
@@ -96,14 +115,19 @@ def test_beyond_the_condition_of_the_theorem_two_runs_drift_apart_and_the_learni
     )
     refused("learning_rate", sgd_sensitivity, learning_rate=2.01, smoothness=1.0, **given)
     with pytest.raises(ValueError, match="got 3"):
-        sgd_sensitivity(learning_rate=torch.tensor([0.1, 3.0]), smoothness=torch.tensor([1.0, 1.0]), **given)
+        sgd_sensitivity(
+            learning_rate=torch.tensor([0.1, 3.0]), smoothness=torch.tensor([1.0, 1.0]), **given
+        )
 
 
 @pytest.mark.parametrize("radius", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("classes", [None, 2, 5])
-def test_without_a_smoothness_the_condition_is_that_of_logistic_and_softmax_regression(radius, classes):
-    """Nothing was checked: a learning rate of 100 got a "bound". The constants are found by autograd, at the weights
-    and of the rows where they are attained, or nearly."""
+def test_without_a_smoothness_the_condition_is_that_of_logistic_and_softmax_regression(
+    radius, classes
+):
+    """Nothing was checked: a learning rate of 100 got a "bound". The constants are found by
+    autograd, at the weights and of the rows where they are attained, or nearly.
+    """
     row = torch.tensor([radius, 0.0], dtype=torch.float64)
     if classes is None:
         lipschitz, ways = radius, 1
@@ -114,7 +138,9 @@ def test_without_a_smoothness_the_condition_is_that_of_logistic_and_softmax_regr
         lipschitz, ways = 2**0.5 * radius, classes
 
         def loss(weights):
-            return torch.nn.functional.cross_entropy(weights.view(classes, 2) @ row, torch.tensor(0))
+            return torch.nn.functional.cross_entropy(
+                weights.view(classes, 2) @ row, torch.tensor(0)
+            )
 
     steepest = torch.zeros(ways, 2, dtype=torch.float64)
     steepest[-1] = 60 / radius  # a hopeless case
@@ -127,7 +153,9 @@ def test_without_a_smoothness_the_condition_is_that_of_logistic_and_softmax_regr
     assert smoothness == pytest.approx(lipschitz**2 / 4)
     given = dict(passes=1, lipschitz=lipschitz, batch_size=32)
     most = 8 / lipschitz**2
-    assert sgd_sensitivity(learning_rate=most, **given) == sgd_sensitivity_estimate(learning_rate=most, **given)
+    assert sgd_sensitivity(learning_rate=most, **given) == sgd_sensitivity_estimate(
+        learning_rate=most, **given
+    )
     refused("learning_rate", sgd_sensitivity, learning_rate=1.001 * most, **given)
     assert sgd_sensitivity(learning_rate=1.001 * most, smoothness=0.9 * smoothness, **given) > 0
 
@@ -143,15 +171,23 @@ def test_the_learning_rates_of_the_experiments_meet_the_condition_for_two_classe
     assert tasks
     for task in tasks:
         sgd_sensitivity(
-            passes=1, lipschitz=2**0.5, learning_rate=task.learning_rate, batch_size=task.batch_size, smoothness=0.5
+            passes=1,
+            lipschitz=2**0.5,
+            learning_rate=task.learning_rate,
+            batch_size=task.batch_size,
+            smoothness=0.5,
         )
 
 
 def test_the_bound_is_tight_at_the_first_step():
-    """Two examples that pull as far apart as the Lipschitz constant allows, on saturated weights."""
+    """Two examples that pull as far apart as the Lipschitz constant allows, on saturated
+    weights.
+    """
     features = torch.tensor([[1.0], [-1.0]] + 6 * [[1.0]], dtype=torch.float64)
     labels = torch.tensor([0, 0] + 6 * [1])
-    weights = train_grid(features, labels, data_sets=(0, 1), seeds=(0, 1), steps=1, batch_size=7, learning_rate=1.0)
+    weights = train_grid(
+        features, labels, data_sets=(0, 1), seeds=(0, 1), steps=1, batch_size=7, learning_rate=1.0
+    )
     step = sgd_sensitivity(passes=1, lipschitz=2**0.5, learning_rate=1.0, batch_size=7)
     assert 0.3 * step < empirical_sensitivity(weights) <= step
 
@@ -180,7 +216,9 @@ def test_analytic_epsilon_solves_the_exact_equation():
 
 
 def counted_delta(epsilon, shift, *stds):
-    """The delta of a shift under independent Gaussian noises of these sizes, from the sum of densities on a grid."""
+    """The delta of a shift under independent Gaussian noises of these sizes, from the sum of
+    densities on a grid.
+    """
     reach = 10 * math.hypot(*stds) + shift
     points, spacing = np.linspace(-reach, reach, 4001, retstep=True)
 
@@ -190,7 +228,9 @@ def counted_delta(epsilon, shift, *stds):
             found = np.convolve(found, stats.norm(0, std).pdf(points), mode="same") * spacing
         return found
 
-    return float(np.clip(density(shift) - math.exp(epsilon) * density(0.0), 0, None).sum() * spacing)
+    return float(
+        np.clip(density(shift) - math.exp(epsilon) * density(0.0), 0, None).sum() * spacing
+    )
 
 
 def test_theorem_1_holds_below_epsilon_1_and_not_at_every_epsilon_above():
@@ -198,15 +238,23 @@ def test_theorem_1_holds_below_epsilon_1_and_not_at_every_epsilon_above():
         for epsilon in (0.05, 0.3, 0.7, 0.999):
             sigma = math.sqrt(2 * math.log(1.25 / delta)) * 0.05 / epsilon
             assert 0 < counted_delta(epsilon, 0.05, sigma) <= delta
-            by_library = augmented_sigma(0.05, 0.0, target_epsilon=epsilon, target_delta=delta, mechanism="classical")
+            by_library = augmented_sigma(
+                0.05, 0.0, target_epsilon=epsilon, target_delta=delta, mechanism="classical"
+            )
             assert by_library == pytest.approx(sigma, rel=1e-12)
     sigma = math.sqrt(2 * math.log(1.25 / 9.62e-5)) * 0.05 / 12
     assert counted_delta(12, 0.05, sigma) > 5 * 9.62e-5
 
 
 def algorithm_2(sigma_i, epsilon, delta, sensitivity, *, printed=False):
-    """The standard deviation that it adds, by hand; with the constant as printed, or as equation 16 means it."""
-    c = math.sqrt(2 * math.log(1.25) / delta) + 1e-5 if printed else math.sqrt(2 * math.log(1.25 / delta))
+    """The standard deviation that it adds, by hand; with the constant as printed, or as equation 16
+    means it.
+    """
+    c = (
+        math.sqrt(2 * math.log(1.25) / delta) + 1e-5
+        if printed
+        else math.sqrt(2 * math.log(1.25 / delta))
+    )
     target = c * sensitivity / epsilon
     return math.sqrt(target**2 - sigma_i**2) if sigma_i < target else 0.0
 
@@ -219,14 +267,22 @@ def test_theorem_3_holds_of_round_gaussian_noise_and_of_no_other():
             counted = counted_delta(epsilon, sensitivity, *filter(None, (sigma_i, added)))
             assert counted <= delta
             by_library = augmented_sigma(
-                sensitivity, sigma_i, target_epsilon=epsilon, target_delta=delta, mechanism="classical"
+                sensitivity,
+                sigma_i,
+                target_epsilon=epsilon,
+                target_delta=delta,
+                mechanism="classical",
             )
             assert by_library == pytest.approx(added, rel=1e-9)
             # The misprinted constant is on the safe side for a small delta.
             literal = algorithm_2(sigma_i, epsilon, delta, sensitivity, printed=True)
             assert literal >= added
-            assert counted_delta(epsilon, sensitivity, *filter(None, (sigma_i, literal))) <= counted + 1e-12
-    # Standard deviations of 0.4 and 0.04 pool to 0.284. Where there is little noise, what is added is too little.
+            assert (
+                counted_delta(epsilon, sensitivity, *filter(None, (sigma_i, literal)))
+                <= counted + 1e-12
+            )
+    # Standard deviations of 0.4 and 0.04 pool to 0.284. Where there is little noise, what is added
+    # is too little.
     pooled, little = math.sqrt((0.4**2 + 0.04**2) / 2), 0.04
     added = algorithm_2(pooled, 0.7, delta, sensitivity)
     assert added > 0 and counted_delta(0.7, sensitivity, little, added) > 10 * delta
@@ -250,11 +306,15 @@ def test_without_noise_epsilon_is_infinite_and_without_sensitivity_it_is_0():
 def test_intrinsic_and_augmented_noise_together_meet_the_target(mechanism):
     for target in (0.5, 1.0, 6.0):
         own = torch.tensor([0.0, 0.01, 0.02], dtype=torch.float64)
-        added = augmented_sigma(0.05, own, target_epsilon=target, target_delta=1e-4, mechanism=mechanism)
+        added = augmented_sigma(
+            0.05, own, target_epsilon=target, target_delta=1e-4, mechanism=mechanism
+        )
         total = torch.hypot(added, own)
         epsilon = intrinsic_epsilon(0.05, total, 1e-4, mechanism=mechanism)
         assert (epsilon <= target * (1 + 1e-12)).all()
-        torch.testing.assert_close(epsilon[added > 0], torch.full_like(epsilon[added > 0], target), rtol=1e-9, atol=0)
+        torch.testing.assert_close(
+            epsilon[added > 0], torch.full_like(epsilon[added > 0], target), rtol=1e-9, atol=0
+        )
 
 
 def test_enough_intrinsic_noise_needs_no_more():
@@ -303,7 +363,14 @@ def test_mahalanobis_is_the_distance_after_whitening():
 
 def test_bad_arguments_are_refused_by_name():
     one_pass = dict(passes=1, lipschitz=1, learning_rate=1, batch_size=1)
-    refuses(sgd_sensitivity, one_pass, passes=[0], batch_size=[0.5], smoothness=[0], lipschitz=[math.inf])
+    refuses(
+        sgd_sensitivity,
+        one_pass,
+        passes=[0],
+        batch_size=[0.5],
+        smoothness=[0],
+        lipschitz=[math.inf],
+    )
     refuses(sgd_sensitivity, dict(one_pass, batch_size=32), learning_rate=[1e-323])
     refuses(empirical_sensitivity, {}, weights=[torch.zeros(1, 5, 2)])
     not_finite = torch.full((2, 2, 2), math.nan)
@@ -311,9 +378,22 @@ def test_bad_arguments_are_refused_by_name():
     noise = dict(sensitivity=1, sigma=1, delta=1e-5)
     refuses(intrinsic_epsilon, noise, sensitivity=[-1], delta=[0], mechanism=["laplace"])
     added = dict(sensitivity=1, sigma_intrinsic=0, target_epsilon=0.1, target_delta=1e-5)
-    refuses(augmented_sigma, added, target_epsilon=[0], target_delta=[2], sensitivity=[1e-310, [1.0, 1e308]])
-    asymmetric, negative = torch.tensor([[1.0, 0.5], [0.0, 1.0]]), torch.diag(torch.tensor([1.0, -2.0]))
+    refuses(
+        augmented_sigma,
+        added,
+        target_epsilon=[0],
+        target_delta=[2],
+        sensitivity=[1e-310, [1.0, 1e308]],
+    )
+    asymmetric, negative = (
+        torch.tensor([[1.0, 0.5], [0.0, 1.0]]),
+        torch.diag(torch.tensor([1.0, -2.0])),
+    )
     distance = dict(differences=torch.ones(2), covariance=torch.eye(2))
-    refuses(mahalanobis, distance, covariance=[torch.eye(3), asymmetric, negative, torch.full((2, 2), math.nan)])
+    refuses(
+        mahalanobis,
+        distance,
+        covariance=[torch.eye(3), asymmetric, negative, torch.full((2, 2), math.nan)],
+    )
     refuses(mahalanobis, distance, differences=[[math.nan, 1.0]])
     refuses(noise_covariance, dict(weights=torch.zeros(2, 3, 2)), shrinkage=[2])

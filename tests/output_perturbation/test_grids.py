@@ -17,18 +17,36 @@ N, D = 43, 5
 def problem(dtype=torch.float64, scale=1.0):
     generator = torch.Generator().manual_seed(3)
     features = torch.randn(N + 1, D, generator=generator, dtype=torch.float64)
-    labels = (features[:, 0] + 0.3 * torch.randn(N + 1, generator=generator, dtype=torch.float64) > 0).long()
+    labels = (
+        features[:, 0] + 0.3 * torch.randn(N + 1, generator=generator, dtype=torch.float64) > 0
+    ).long()
     return (scale * features / features.norm(dim=1, keepdim=True)).to(dtype), labels
 
 
-def reference(features, labels, *, data_set, seed, steps, batch_size, learning_rate, initialization, hidden=0, at=()):
+def reference(
+    features,
+    labels,
+    *,
+    data_set,
+    seed,
+    steps,
+    batch_size,
+    learning_rate,
+    initialization,
+    hidden=0,
+    at=(),
+):
     """One run, as plainly as PyTorch allows: modules, autograd, one batch after another."""
     x, y = features[1:].clone(), labels[1:].clone().to(features)
     if data_set:
         x[data_set - 1], y[data_set - 1] = features[0], labels[0]
-    layers = [nn.Linear(D, hidden), nn.ReLU(), nn.Linear(hidden, 1)] if hidden else [nn.Linear(D, 1)]
+    layers = (
+        [nn.Linear(D, hidden), nn.ReLU(), nn.Linear(hidden, 1)] if hidden else [nn.Linear(D, 1)]
+    )
     model = nn.Sequential(*layers).to(features.dtype)
-    start = initial_weights(D, seed if initialization == "varying" else 0, hidden=hidden).to(features.dtype)
+    start = initial_weights(D, seed if initialization == "varying" else 0, hidden=hidden).to(
+        features.dtype
+    )
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
     with torch.no_grad():
         for layer in linear:
@@ -39,7 +57,9 @@ def reference(features, labels, *, data_set, seed, steps, batch_size, learning_r
 
     def flat():
         return (
-            torch.cat([torch.cat((layer.weight, layer.bias[:, None]), 1).flatten() for layer in linear])
+            torch.cat(
+                [torch.cat((layer.weight, layer.bias[:, None]), 1).flatten() for layer in linear]
+            )
             .detach()
             .clone()
         )
@@ -53,7 +73,9 @@ def reference(features, labels, *, data_set, seed, steps, batch_size, learning_r
     snapshots = {0: flat()}
     for step, batch in enumerate(batches[:steps], 1):
         optimizer.zero_grad()
-        loss = nn.functional.binary_cross_entropy_with_logits(model(x[batch]).squeeze(1), y[batch], reduction="sum")
+        loss = nn.functional.binary_cross_entropy_with_logits(
+            model(x[batch]).squeeze(1), y[batch], reduction="sum"
+        )
         (loss / batch_size).backward()
         optimizer.step()
         snapshots[step] = flat()
@@ -65,9 +87,13 @@ def reference(features, labels, *, data_set, seed, steps, batch_size, learning_r
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-5)])
 def test_every_run_equals_a_plain_loop(initialization, hidden, dtype, tolerance):
     features, labels = problem(dtype)
-    settings = dict(steps=30, batch_size=8, learning_rate=0.7, initialization=initialization, hidden=hidden)
+    settings = dict(
+        steps=30, batch_size=8, learning_rate=0.7, initialization=initialization, hidden=hidden
+    )
     data_sets, seeds = (0, 4, N, 17), (5, 0, 9)
-    grid = train_grid(features, labels, data_sets=data_sets, seeds=seeds, enforce_conditions=False, **settings)
+    grid = train_grid(
+        features, labels, data_sets=data_sets, seeds=seeds, enforce_conditions=False, **settings
+    )
     assert grid.dtype == dtype
     for i, data_set in enumerate(data_sets):
         for r, seed in enumerate(seeds):
@@ -92,7 +118,9 @@ def test_a_batch_of_all_examples_holds_every_replaced_one_at_once():
     features, labels = problem()
     settings = dict(steps=3, batch_size=N, learning_rate=1.0, initialization="fixed")
     grid = train_grid(features, labels, data_sets=range(N + 1), seeds=(0, 1), **settings)
-    alone = torch.stack([reference(features, labels, data_set=i, seed=1, **settings) for i in range(N + 1)])
+    alone = torch.stack(
+        [reference(features, labels, data_set=i, seed=1, **settings) for i in range(N + 1)]
+    )
     torch.testing.assert_close(grid[:, 1], alone, rtol=0, atol=1e-12)
     # Full batches know no order.
     torch.testing.assert_close(grid[:, 0], grid[:, 1], rtol=0, atol=1e-12)
@@ -105,7 +133,10 @@ def test_snapshots_are_the_weights_on_the_way():
     grid = train_grid(features, labels, data_sets=(0, 3), seeds=(1, 2), snapshots=at, **settings)
     assert grid.shape == (5, 2, 2, D + 1)
     torch.testing.assert_close(
-        grid[:, 1, 0], reference(features, labels, data_set=3, seed=1, at=at, **settings), rtol=0, atol=1e-12
+        grid[:, 1, 0],
+        reference(features, labels, data_set=3, seed=1, at=at, **settings),
+        rtol=0,
+        atol=1e-12,
     )
 
 
@@ -113,15 +144,21 @@ def test_a_grid_trained_in_parts_is_the_grid_trained_at_once(monkeypatch):
     features, labels = problem()
     settings = dict(data_sets=(0, 2, 8), steps=20, batch_size=8, learning_rate=1.0)
     whole = train_grid(features, labels, seeds=range(6), **settings)
-    parts = [train_grid(features, labels, seeds=seeds, **settings) for seeds in ((0, 1, 2), (3, 4, 5))]
+    parts = [
+        train_grid(features, labels, seeds=seeds, **settings) for seeds in ((0, 1, 2), (3, 4, 5))
+    ]
     torch.testing.assert_close(whole, torch.cat(parts, 1), rtol=0, atol=1e-14)
     monkeypatch.setattr("dpcompanion.output_perturbation.grids._CHUNK_BYTES", 1)
-    torch.testing.assert_close(whole, train_grid(features, labels, seeds=range(6), **settings), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        whole, train_grid(features, labels, seeds=range(6), **settings), rtol=0, atol=1e-14
+    )
 
 
 def test_the_fixed_initialization_is_the_same_for_all_seeds_and_the_varying_one_is_not():
     features, labels = problem()
-    settings = dict(data_sets=(0, 1), seeds=(0, 1, 2), steps=1, batch_size=8, learning_rate=1.0, snapshots=(0,))
+    settings = dict(
+        data_sets=(0, 1), seeds=(0, 1, 2), steps=1, batch_size=8, learning_rate=1.0, snapshots=(0,)
+    )
     fixed = train_grid(features, labels, initialization="fixed", **settings)
     varying = train_grid(features, labels, initialization="varying", **settings)
     assert (fixed == fixed[:, :1, :1]).all()
@@ -145,7 +182,13 @@ def test_bad_arguments_are_refused_by_name():
     good = dict(features=features, labels=labels, **run)
     refuses(train_grid, good, features=[1.01 * features, math.nan * features, features.half()])
     refuses(train_grid, good, labels=[torch.full((N + 1,), 2), torch.zeros(3), [0] * (N + 1)])
-    refuses(train_grid, good, learning_rate=[4.01, 0.0, [1.0, 2.0], 7.9e-9], batch_size=[N + 1, 0], steps=[0])
+    refuses(
+        train_grid,
+        good,
+        learning_rate=[4.01, 0.0, [1.0, 2.0], 7.9e-9],
+        batch_size=[N + 1, 0],
+        steps=[0],
+    )
     refuses(train_grid, good, data_sets=[[1], [1, N + 1]], seeds=[[1], [1, 1]], snapshots=[[11]])
     refuses(train_grid, good, initialization=["random", -1, 0.5])
 
@@ -153,5 +196,9 @@ def test_bad_arguments_are_refused_by_name():
 def test_the_conditions_of_theorem_2_can_be_left_on_purpose():
     features, labels = problem(scale=3.0)
     settings = dict(steps=7, batch_size=8, learning_rate=5.0, initialization="varying")
-    grid = train_grid(features, labels, data_sets=(0, 1), seeds=(0, 1), enforce_conditions=False, **settings)
-    torch.testing.assert_close(grid[1, 1], reference(features, labels, data_set=1, seed=1, **settings))
+    grid = train_grid(
+        features, labels, data_sets=(0, 1), seeds=(0, 1), enforce_conditions=False, **settings
+    )
+    torch.testing.assert_close(
+        grid[1, 1], reference(features, labels, data_set=1, seed=1, **settings)
+    )

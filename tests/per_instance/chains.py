@@ -1,7 +1,8 @@
-"""A training with one parameter, all of whose divergences can be computed: theta moves by k g(theta) plus noise.
+"""A training with one parameter, all of whose divergences can be computed: theta moves by k
+g(theta) plus noise.
 
-x enters a step with probability `rate` (then k = 1); without it k = 0. There are no other points, so the view is the
-chain itself.
+x enters a step with probability `rate` (then k = 1); without it k = 0. There are no other points,
+so the view is the chain itself.
 """
 
 import math

@@ -22,7 +22,11 @@ from ..refusals import refuses
 
 
 def step(q, s, size, order, **options):
-    return float(step_divergence(sample_rate=q, noise_multiplier=s, sensitivity=size, orders=order, **options))
+    return float(
+        step_divergence(
+            sample_rate=q, noise_multiplier=s, sensitivity=size, orders=order, **options
+        )
+    )
 
 
 def theorem_3_2(q, s, size, order, power_of_q=True):
@@ -30,7 +34,10 @@ def theorem_3_2(q, s, size, order, power_of_q=True):
     with mp.workdps(50):
         q, x = mp.mpf(q), (mp.mpf(size) / s) ** 2
         terms = (
-            mp.binomial(order, k) * (1 - q) ** (order - k) * (q**k if power_of_q else 1) * mp.exp((k * k - k) * x / 2)
+            mp.binomial(order, k)
+            * (1 - q) ** (order - k)
+            * (q**k if power_of_q else 1)
+            * mp.exp((k * k - k) * x / 2)
             for k in range(order + 1)
         )
         return float(mp.log(mp.fsum(terms)) / (order - 1))
@@ -45,12 +52,21 @@ def other_direction(q, s, size, order):
             r = 1 - q + q * mp.exp(t * ratio - ratio**2 / 2)
             return (r**-b - 1 + b * (r - 1)) * mp.npdf(t)
 
-        ends = sorted({float(p + d) for p in (0, -b * ratio, ratio) for d in (-12, -6, -3, -1, 0, 1, 3, 6, 12)})
-        return float(mp.log1p(mp.quad(integrand, mp.linspace(ends[0], ends[-1], 60), maxdegree=4)) / b)
+        ends = sorted(
+            {
+                float(p + d)
+                for p in (0, -b * ratio, ratio)
+                for d in (-12, -6, -3, -1, 0, 1, 3, 6, 12)
+            }
+        )
+        return float(
+            mp.log1p(mp.quad(integrand, mp.linspace(ends[0], ends[-1], 60), maxdegree=4)) / b
+        )
 
 
 @pytest.mark.parametrize(
-    "q, s, size, order", [(0.01, 1.0, 0.3, 2), (0.002, 0.6, 1.0, 8), (0.3, 2.0, 5.0, 17), (1e-5, 3.0, 0.1, 64)]
+    "q, s, size, order",
+    [(0.01, 1.0, 0.3, 2), (0.002, 0.6, 1.0, 8), (0.3, 2.0, 5.0, 17), (1e-5, 3.0, 0.1, 64)],
 )
 def test_theorem_3_2_agrees_with_its_sum_in_high_precision(q, s, size, order):
     assert step(q, s, size, order) == pytest.approx(theorem_3_2(q, s, size, order), rel=1e-9)
@@ -100,7 +116,9 @@ def test_parameters_broadcast_and_an_unmoved_sum_costs_nothing():
             direction=direction,
         )
         assert found.shape == (2, 2, 3) and found.isfinite().all() and (found[0, 0] == 0).all()
-        assert float(found[1, 1, 1]) == pytest.approx(step(0.01, 2.0, 2.0, 8, direction=direction), rel=1e-12)
+        assert float(found[1, 1, 1]) == pytest.approx(
+            step(0.01, 2.0, 2.0, 8, direction=direction), rel=1e-12
+        )
     assert log_mass(sizes, sample_rate=0.01, noise_std=1.0, order=3).shape == (2, 2)
 
 
@@ -110,7 +128,8 @@ def test_only_the_ratio_of_sensitivity_and_noise_counts():
     )
 
 
-# A data set of three points and x with gradients in the plane: everything about one step can be computed.
+# A data set of three points and x with gradients in the plane: everything about one step can be
+# computed.
 
 GRADIENTS = torch.tensor([[0.6, 0.8], [-0.3, 0.4], [0.5, -0.1]], dtype=torch.float64)
 X = torch.tensor([0.9, -0.2], dtype=torch.float64)
@@ -137,7 +156,9 @@ def batches(rule):
 
 
 def densities(rule):
-    """The densities of the step's outcome with x and without it on a fine grid, and the area of a cell."""
+    """The densities of the step's outcome with x and without it on a fine grid, and the area of a
+    cell.
+    """
     chances, without, with_x = batches(rule)
     line = torch.linspace(-9, 9, 721, dtype=torch.float64)
     grid = torch.cartesian_prod(line, line)
@@ -147,7 +168,11 @@ def densities(rule):
         return (torch.exp(-squares / (2 * NOISE**2)) @ weights) / (2 * math.pi * NOISE**2)
 
     alone = mixture(chances, without)
-    return (1 - RATE) * alone + RATE * mixture(chances, with_x), alone, float(line[1] - line[0]) ** 2
+    return (
+        (1 - RATE) * alone + RATE * mixture(chances, with_x),
+        alone,
+        float(line[1] - line[0]) ** 2,
+    )
 
 
 def true_divergences(rule, order):
@@ -168,7 +193,12 @@ def test_the_coupled_bound_lies_between_the_truth_and_the_worst_batch(rule, orde
     for truth, direction in zip(true_divergences(rule, order), ("remove", "add")):
         bound = float(
             coupled_divergence(
-                sizes, sample_rate=RATE, noise_std=NOISE, order=order, probabilities=chances, direction=direction
+                sizes,
+                sample_rate=RATE,
+                noise_std=NOISE,
+                order=order,
+                probabilities=chances,
+                direction=direction,
             )
         )
         worst = step(RATE, NOISE, sizes.max(), order, direction=direction)
@@ -182,16 +212,20 @@ def test_the_coupled_bound_of_the_sum_is_theorem_3_2():
     sizes = (without - with_x).norm(dim=1)
     exact = step(RATE, NOISE, X.norm(), 4)
     settings_ = dict(sample_rate=RATE, noise_std=NOISE, order=4)
-    assert float(coupled_divergence(sizes, probabilities=chances, **settings_)) == pytest.approx(exact, rel=1e-12)
+    assert float(coupled_divergence(sizes, probabilities=chances, **settings_)) == pytest.approx(
+        exact, rel=1e-12
+    )
     assert float(coupled_divergence(sizes, **settings_)) == pytest.approx(exact, rel=1e-12)
     largest = float(X.norm()) * (1 + 1e-12)
-    assert float(coupled_divergence(sizes, max_sensitivity=largest, confidence=0.99, **settings_)) == pytest.approx(
-        exact, rel=1e-9
-    )
+    assert float(
+        coupled_divergence(sizes, max_sensitivity=largest, confidence=0.99, **settings_)
+    ) == pytest.approx(exact, rel=1e-9)
 
 
 def draws(rule, count, seed):
-    """Updates of Poisson batches without x, their updates with x, and those of batches of the data set with x."""
+    """Updates of Poisson batches without x, their updates with x, and those of batches of the data
+    set with x.
+    """
     generator = torch.Generator().manual_seed(seed)
     chances, without, with_x = batches(rule)
     chosen = torch.multinomial(chances, count, replacement=True, generator=generator)
@@ -202,29 +236,52 @@ def draws(rule, count, seed):
 def test_coupled_confidence_bounds_hold_as_often_as_they_say_and_shrink_to_the_expectation():
     chances, without, with_x = batches(mean_rule)
     sizes = (without - with_x).norm(dim=1)
-    exact = float(coupled_divergence(sizes, sample_rate=RATE, noise_std=NOISE, order=3, probabilities=chances))
-    options = dict(sample_rate=RATE, noise_std=NOISE, order=3, max_sensitivity=float(sizes.max()), confidence=0.9)
+    exact = float(
+        coupled_divergence(sizes, sample_rate=RATE, noise_std=NOISE, order=3, probabilities=chances)
+    )
+    options = dict(
+        sample_rate=RATE,
+        noise_std=NOISE,
+        order=3,
+        max_sensitivity=float(sizes.max()),
+        confidence=0.9,
+    )
     sampled = torch.stack(
-        [(a - b).norm(dim=1) for a, b, _ in (draws(mean_rule, 200, seed) for seed in range(100))], dim=1
+        [(a - b).norm(dim=1) for a, b, _ in (draws(mean_rule, 200, seed) for seed in range(100))],
+        dim=1,
     )
     bounds = coupled_divergence(sampled[:20], **options), coupled_divergence(sampled, **options)
-    assert all(int((b < exact).sum()) <= 18 for b in bounds)  # 10 in the mean; 19 or more has a chance below 1%
-    assert exact < float(bounds[1].mean()) < float(bounds[0].mean()) <= step(RATE, NOISE, sizes.max(), 3)
+    # 10 in the mean; 19 or more has a chance below 1%
+    assert all(int((b < exact).sum()) <= 18 for b in bounds)
+    assert (
+        exact
+        < float(bounds[1].mean())
+        < float(bounds[0].mean())
+        <= step(RATE, NOISE, sizes.max(), 3)
+    )
     few = coupled_divergence(sampled[:1], **options)
-    assert (few >= exact).float().mean() >= 0.85 and (few <= step(RATE, NOISE, sizes.max(), 3) * (1 + 1e-12)).all()
+    assert (few >= exact).float().mean() >= 0.85 and (
+        few <= step(RATE, NOISE, sizes.max(), 3) * (1 + 1e-12)
+    ).all()
 
 
 @pytest.mark.parametrize("direction", ["remove", "add"])
 def test_the_delta_of_one_sensitivity_is_that_of_a_step(direction):
-    found = float(coupled_delta([0.8, 0.8], sample_rate=0.2, noise_std=0.8, epsilon=0.15, direction=direction))
+    found = float(
+        coupled_delta([0.8, 0.8], sample_rate=0.2, noise_std=0.8, epsilon=0.15, direction=direction)
+    )
     line = torch.linspace(-12, 14, 400_001, dtype=torch.float64)
     without = torch.exp(-(line**2) / 2) / math.sqrt(2 * math.pi)
     with_x = 0.8 * without + 0.2 * torch.exp(-((line - 1) ** 2) / 2) / math.sqrt(2 * math.pi)
     p, q = (with_x, without) if direction == "remove" else (without, with_x)
-    assert found == pytest.approx(float(torch.trapezoid((p - math.exp(0.15) * q).clamp(min=0), line)), rel=1e-6)
+    assert found == pytest.approx(
+        float(torch.trapezoid((p - math.exp(0.15) * q).clamp(min=0), line)), rel=1e-6
+    )
 
 
-@pytest.mark.parametrize("rate, epsilon", [(0.3, 1e-12), (0.01, 1e-8), (1e-6, 1e-12), (0.5, 1e-300)])
+@pytest.mark.parametrize(
+    "rate, epsilon", [(0.3, 1e-12), (0.01, 1e-8), (1e-6, 1e-12), (0.5, 1e-300)]
+)
 @pytest.mark.parametrize("sensitivity", [1e-6, 0.01, 1.0])
 def test_the_delta_of_one_added_example_is_never_below_the_truth(rate, epsilon, sensitivity):
     with mp.workdps(60):
@@ -233,7 +290,9 @@ def test_the_delta_of_one_added_example_is_never_below_the_truth(rate, epsilon, 
         level = mp.log(q * mp.exp(e) / rest)
         gaussian = mp.ncdf(mu / 2 - level / mu) - mp.exp(level) * mp.ncdf(-mu / 2 - level / mu)
         truth = float(rest * gaussian)
-    found = coupled_delta([sensitivity], sample_rate=rate, noise_std=1.0, epsilon=epsilon, direction="add")
+    found = coupled_delta(
+        [sensitivity], sample_rate=rate, noise_std=1.0, epsilon=epsilon, direction="add"
+    )
     assert truth * (1 - 1e-14) <= found <= truth * (1 + 1e-6)
 
 
@@ -249,7 +308,9 @@ def test_coupled_delta_and_epsilon_bound_the_truth(rule):
     chances, without, with_x = batches(rule)
     sizes = (without - with_x).norm(dim=1)
     for first, second, direction in ((p, q, "remove"), (q, p, "add")):
-        options = dict(sample_rate=RATE, noise_std=NOISE, probabilities=chances, direction=direction)
+        options = dict(
+            sample_rate=RATE, noise_std=NOISE, probabilities=chances, direction=direction
+        )
         for epsilon in (0.0, 0.2, 0.4):
             truth = float((first - math.exp(epsilon) * second).clamp(min=0).sum()) * cell
             assert truth <= float(coupled_delta(sizes, epsilon=epsilon, **options)) * (1 + 1e-9)
@@ -273,7 +334,9 @@ def one_step_delta(q, s, epsilon, direction):
         if c <= 0:
             return mp.mpf(0)
         ratio = 1 + (rise - 1) / q if direction == "remove" else q * rise / c
-        return c * (mp.ncdf(mu / 2 - mp.log(ratio) / mu) - ratio * mp.ncdf(-mu / 2 - mp.log(ratio) / mu))
+        return c * (
+            mp.ncdf(mu / 2 - mp.log(ratio) / mu) - ratio * mp.ncdf(-mu / 2 - mp.log(ratio) / mu)
+        )
 
 
 def test_an_epsilon_beyond_the_largest_exponent_is_found():
@@ -281,12 +344,20 @@ def test_an_epsilon_beyond_the_largest_exponent_is_found():
     step = dict(sample_rate=0.5, noise_std=0.01)
     for epsilon in (29.9, 30.1, 709.0, 800.0, 5300.0, 5600.0):
         exact = one_step_delta(0.5, 0.01, epsilon, "remove")
-        assert coupled_delta([1.0], **step, epsilon=epsilon) == pytest.approx(float(exact), rel=1e-9)
+        assert coupled_delta([1.0], **step, epsilon=epsilon) == pytest.approx(
+            float(exact), rel=1e-9
+        )
     epsilon = coupled_epsilon([1.0], **step, delta=1e-5)
-    assert epsilon == pytest.approx(5409.07484, abs=1e-4) and one_step_delta(0.5, 0.01, epsilon, "remove") <= 1.00001e-5
+    assert (
+        epsilon == pytest.approx(5409.07484, abs=1e-4)
+        and one_step_delta(0.5, 0.01, epsilon, "remove") <= 1.00001e-5
+    )
     full = dict(sample_rate=1.0, noise_std=0.01, delta=1e-5)
     removed = coupled_epsilon([1.0], **full)
-    assert coupled_epsilon([1.0], **full, direction="add") == pytest.approx(removed, rel=1e-12) and removed > 5000
+    assert (
+        coupled_epsilon([1.0], **full, direction="add") == pytest.approx(removed, rel=1e-12)
+        and removed > 5000
+    )
     assert coupled_epsilon([1.0, 1e-3], sample_rate=0.5, noise_std=1e-200, delta=1e-5) == math.inf
 
 
@@ -299,7 +370,9 @@ def test_the_other_delta_just_below_its_largest_epsilon_is_not_too_small(q, s):
         assert exact * (1 - 1e-13) <= found <= exact * (1 + 1e-11 + 1e-14 / rest)
     largest = -math.log1p(-q) * (1 + 1e-9)
     for epsilon in (largest, 800.0):
-        assert coupled_delta([1.0], sample_rate=q, noise_std=s, epsilon=epsilon, direction="add") == 0
+        assert (
+            coupled_delta([1.0], sample_rate=q, noise_std=s, epsilon=epsilon, direction="add") == 0
+        )
 
 
 def test_a_confidence_where_no_sensitivity_costs_anything_is_an_answer():
@@ -314,7 +387,9 @@ def test_epsilon_is_zero_where_delta_covers_everything():
 
 
 def instances(count, seed):
-    """Random steps on a line: four batches each, their chances, updates without x and with x, a rate and a noise."""
+    """Random steps on a line: four batches each, their chances, updates without x and with x, a
+    rate and a noise.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(*shape):
@@ -323,7 +398,8 @@ def instances(count, seed):
     def one_of(values, *shape):
         return values[torch.randint(len(values), shape, generator=generator)]
 
-    # Few values of what the Gaussian mechanism's epsilon depends on, since that is what takes the time.
+    # Few values of what the Gaussian mechanism's epsilon depends on, since that is what takes the
+    # time.
     chances, without = uniform(4) + 0.05, 2 * uniform(4, count)
     with_x = without + one_of(3 * uniform(8) ** 3, 4, count)
     return (
@@ -336,19 +412,24 @@ def instances(count, seed):
 
 
 def hockey_sticks(epsilons, chances, without, with_x, rate, noise):
-    """sup_S P(M(X') in S) - e^epsilon P(M(X) in S): for each of the epsilons, one for each instance."""
+    """sup_S P(M(X') in S) - e^epsilon P(M(X) in S): for each of the epsilons, one for each
+    instance.
+    """
     width = 5 + 16 * noise
     line = torch.linspace(0, 1, 500, dtype=torch.float64) * width[:, None] - 8 * noise[:, None]
     alone, both = (
         sum(
-            chance * torch.exp((-(((line - centre[:, None]) / noise[:, None]) ** 2) / 2).clamp(min=-500))
+            chance
+            * torch.exp((-(((line - centre[:, None]) / noise[:, None]) ** 2) / 2).clamp(min=-500))
             for chance, centre in zip(chances, centres)
         )
         for centres in (without, with_x)
     )
     p = (1 - rate[:, None]) * alone + rate[:, None] * both
     scale = width / (499 * noise * math.sqrt(2 * math.pi))
-    return [(p - epsilon.exp()[:, None] * alone).clamp(min=0).sum(1) * scale for epsilon in epsilons]
+    return [
+        (p - epsilon.exp()[:, None] * alone).clamp(min=0).sum(1) * scale for epsilon in epsilons
+    ]
 
 
 def test_corollary_3_1_holds_on_ten_thousand_instances_and_the_form_with_inverted_exponents_does_not():
@@ -369,10 +450,14 @@ def test_corollary_3_1_holds_on_ten_thousand_instances_and_the_form_with_inverte
     ):
         chances, without, with_x, rate, noise = case = instances(1000, seed)
         sizes = (with_x - without).round(decimals=12)
-        epsilon = holder_epsilon(sizes, sample_rate=rate, noise_std=noise, delta=delta, p=p, probabilities=chances)
+        epsilon = holder_epsilon(
+            sizes, sample_rate=rate, noise_std=noise, delta=delta, p=p, probabilities=chances
+        )
         # With a_p^(1 - 1/p) delta'^(1/(p - 1)) in place of a_p^(p/(p - 1)) delta'^(-1/(p - 1)).
         log_a = ((p - 1) * (epsilon.exp() - 1 + rate).log() + math.log(delta / 2)) / p
-        wrong = torch.logaddexp((1 - 1 / p) * log_a + math.log(delta / 2) / (p - 1), torch.log1p(-rate))
+        wrong = torch.logaddexp(
+            (1 - 1 / p) * log_a + math.log(delta / 2) / (p - 1), torch.log1p(-rate)
+        )
         right, other = hockey_sticks((epsilon, wrong), *case)
         corrected += int((right > delta * (1 + 1e-6)).sum())
         inverted += int((other > delta * (1 + 1e-6)).sum())
@@ -391,14 +476,20 @@ def test_corollary_3_1_takes_the_best_exponent_and_a_confidence_costs_more():
     sizes = torch.linspace(0.1, 0.5, 100)
     options = dict(sample_rate=0.01, noise_std=1.0, delta=1e-5)
     best = float(holder_epsilon(sizes, p=[5, 50, 500], **options))
-    assert best == pytest.approx(min(float(holder_epsilon(sizes, p=p, **options)) for p in (5, 50, 500)), rel=1e-12)
-    assert best < float(holder_epsilon(sizes, p=[5, 50, 500], max_sensitivity=0.5, confidence=0.95, **options))
+    assert best == pytest.approx(
+        min(float(holder_epsilon(sizes, p=p, **options)) for p in (5, 50, 500)), rel=1e-12
+    )
+    assert best < float(
+        holder_epsilon(sizes, p=[5, 50, 500], max_sensitivity=0.5, confidence=0.95, **options)
+    )
 
 
 def paper_exponent(updates, centre, noise):
     """-Delta_{U, alpha} / (2 sigma^2) as the paper defines it."""
     total = updates.sum(0) - (len(updates) - 1) * centre
-    delta = updates.square().sum() - (len(updates) - 1) * centre.square().sum() - total.square().sum()
+    delta = (
+        updates.square().sum() - (len(updates) - 1) * centre.square().sum() - total.square().sum()
+    )
     return float(-delta / (2 * noise**2))
 
 
@@ -433,12 +524,20 @@ def test_theorem_3_6_is_a_bound_looser_than_ours_and_its_estimate_comes_near_it(
     chances, without, with_x = batches(mean_rule)
     ours = float(
         coupled_divergence(
-            (without - with_x).norm(dim=1), sample_rate=RATE, noise_std=NOISE, order=order, probabilities=chances
+            (without - with_x).norm(dim=1),
+            sample_rate=RATE,
+            noise_std=NOISE,
+            order=order,
+            probabilities=chances,
         )
     )
     assert true_divergences(mean_rule, order)[0] < ours < exact
     alone, _, mixed = draws(mean_rule, 150, 5)
-    estimate = float(update_divergence(alone, mixed, noise_std=NOISE, order=order, tuples=200, direction="remove"))
+    estimate = float(
+        update_divergence(
+            alone, mixed, noise_std=NOISE, order=order, tuples=200, direction="remove"
+        )
+    )
     assert estimate == pytest.approx(exact, rel=0.2)
 
 
@@ -466,9 +565,18 @@ def test_both_directions_are_the_larger_of_the_two():
 def test_bad_arguments_are_refused_by_name():
     step = dict(sample_rate=0.1, noise_multiplier=1.0, sensitivity=1.0, orders=2)
     sizes = [-1.0, math.nan, math.inf]
-    refuses(step_divergence, step, sample_rate=[0.0], noise_multiplier=[0.0], sensitivity=sizes, orders=[1.0])
+    refuses(
+        step_divergence,
+        step,
+        sample_rate=[0.0],
+        noise_multiplier=[0.0],
+        sensitivity=sizes,
+        orders=[1.0],
+    )
     refuses(step_divergence, step, direction=["both"])
-    refuses(log_mass, dict(sensitivity=1.0, sample_rate=0.1, noise_std=1.0, order=3), noise_std=[-1.0])
+    refuses(
+        log_mass, dict(sensitivity=1.0, sample_rate=0.1, noise_std=1.0, order=3), noise_std=[-1.0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -495,7 +603,8 @@ def test_bad_pools_are_refused_by_name():
     refuses(update_divergence, good, updates=[torch.zeros(3)], order=[2.5])
     refuses(update_divergence, good, updates_with=[torch.zeros(3, 1), torch.full((3, 2), math.nan)])
     refuses(update_divergence, dict(good, order=4), updates=[zeros])
-    bounded = dict(good, updates_with=ones, confidence=0.9)  # whose updates are further apart than 1
+    # whose updates are further apart than 1
+    bounded = dict(good, updates_with=ones, confidence=0.9)
     refuses(update_divergence, bounded, max_distance=[None, 1.0])
 
 
@@ -503,5 +612,7 @@ def test_adding_at_an_epsilon_of_zero_is_computed_at_every_rate():
     """Rounding made an epsilon that is 0 negative, and refused it, at one rate in 250."""
     rates, sizes = torch.arange(1, 1000, dtype=torch.float64) / 1000, torch.full((1, 999), 0.5)
     step = dict(sample_rate=rates, noise_std=1.0, epsilon=0.0)
-    add, remove = (coupled_delta(sizes, **step, direction=direction) for direction in ("add", "remove"))
+    add, remove = (
+        coupled_delta(sizes, **step, direction=direction) for direction in ("add", "remove")
+    )
     torch.testing.assert_close(add, remove, rtol=1e-9, atol=0)  # at 0 both are the total variation

@@ -26,19 +26,28 @@ def generator(seed=0):
 
 def weights(q, s, size, order):
     terms = [
-        math.comb(order, k) * (1 - q) ** (order - k) * q**k * math.exp((k * k - k) * size**2 / (2 * s * s))
+        math.comb(order, k)
+        * (1 - q) ** (order - k)
+        * q**k
+        * math.exp((k * k - k) * size**2 / (2 * s * s))
         for k in range(order + 1)
     ]
     return np.array(terms) / sum(terms), sum(terms)
 
 
-@pytest.mark.parametrize("q, s, size, order", [(0.1, 1.0, 0.5, 2), (0.3, 0.7, 0.9, 6), (0.01, 2.0, 1.0, 10)])
+@pytest.mark.parametrize(
+    "q, s, size, order", [(0.1, 1.0, 0.5, 2), (0.3, 0.7, 0.9, 6), (0.01, 2.0, 1.0, 10)]
+)
 def test_counts_follow_their_weights(q, s, size, order):
-    counts = tilted_counts(torch.full((100_000,), size), sample_rate=q, noise_std=s, order=order, generator=generator())
+    counts = tilted_counts(
+        torch.full((100_000,), size), sample_rate=q, noise_std=s, order=order, generator=generator()
+    )
     expected, mass = weights(q, s, size, order)
     seen = np.bincount(counts.numpy(), minlength=order + 1) / len(counts)
     assert np.abs(seen - expected).max() < 5 * math.sqrt(0.25 / len(counts))
-    assert float(log_mass(size, sample_rate=q, noise_std=s, order=order)) == pytest.approx(math.log(mass), rel=1e-9)
+    assert float(log_mass(size, sample_rate=q, noise_std=s, order=order)) == pytest.approx(
+        math.log(mass), rel=1e-9
+    )
 
 
 def test_counts_at_the_ends():
@@ -52,7 +61,9 @@ def test_counts_at_the_ends():
 
 
 def test_rare_points_are_tilted_little():
-    counts = tilted_counts(torch.full((100_000,), 0.5), sample_rate=1e-3, noise_std=1.0, order=4, generator=generator())
+    counts = tilted_counts(
+        torch.full((100_000,), 0.5), sample_rate=1e-3, noise_std=1.0, order=4, generator=generator()
+    )
     assert float(counts.double().mean()) == pytest.approx(4e-3, rel=0.3)
 
 
@@ -65,12 +76,17 @@ def add_density(q, s, size, order):
 
 
 @pytest.mark.parametrize(
-    "q, s, size, order", [(0.3, 1.0, 1.0, 4), (0.9, 0.5, 1.0, 6), (0.01, 2.0, 1.0, 2), (0.99, 1.0, 2.0, 2.5)]
+    "q, s, size, order",
+    [(0.3, 1.0, 1.0, 4), (0.9, 0.5, 1.0, 6), (0.01, 2.0, 1.0, 2), (0.99, 1.0, 2.0, 2.5)],
 )
-def test_noise_the_other_way_round_has_its_density_along_the_gradient_and_no_other_change(q, s, size, order):
+def test_noise_the_other_way_round_has_its_density_along_the_gradient_and_no_other_change(
+    q, s, size, order
+):
     noise = s * torch.randn(20_000, 3, generator=generator(1), dtype=torch.float64)
     direction = torch.tensor([0.6, 0.0, 0.8], dtype=torch.float64)
-    moved = tilted_noise(noise, size * direction, sample_rate=q, noise_std=s, order=order, generator=generator(2))
+    moved = tilted_noise(
+        noise, size * direction, sample_rate=q, noise_std=s, order=order, generator=generator(2)
+    )
     line, below = add_density(q, s, size, order)
     assert kstest((moved @ direction).numpy(), lambda x: np.interp(x, line, below)).pvalue > 0.001
     across = torch.tensor([[0.0, 1.0, 0.0], [0.8, 0.0, -0.6]], dtype=torch.float64)
@@ -79,9 +95,15 @@ def test_noise_the_other_way_round_has_its_density_along_the_gradient_and_no_oth
 
 def test_a_point_that_enters_always_shifts_the_noise_and_one_without_gradient_leaves_it():
     noise = torch.randn(50_000, 1, generator=generator(3), dtype=torch.float64)
-    shifted = tilted_noise(noise, torch.ones(1), sample_rate=1.0, noise_std=1.0, order=4, generator=generator(4))
-    assert float(shifted.mean()) == pytest.approx(-3, abs=0.03) and float(shifted.std()) == pytest.approx(1, abs=0.02)
-    same = tilted_noise(noise, torch.zeros(1), sample_rate=0.5, noise_std=1.0, order=4, generator=generator(4))
+    shifted = tilted_noise(
+        noise, torch.ones(1), sample_rate=1.0, noise_std=1.0, order=4, generator=generator(4)
+    )
+    assert float(shifted.mean()) == pytest.approx(-3, abs=0.03) and float(
+        shifted.std()
+    ) == pytest.approx(1, abs=0.02)
+    same = tilted_noise(
+        noise, torch.zeros(1), sample_rate=0.5, noise_std=1.0, order=4, generator=generator(4)
+    )
     assert torch.equal(same, noise)
 
 
@@ -100,23 +122,37 @@ def tilted_runs(order, direction, runs, seed):
         if direction == "remove":
             theta = theta + tilted_counts(gradient, generator=own, **options) * gradient + noise
         else:
-            theta = theta + tilted_noise(noise[:, None], gradient[:, None], generator=own, **options)[:, 0]
+            theta = (
+                theta
+                + tilted_noise(noise[:, None], gradient[:, None], generator=own, **options)[:, 0]
+            )
     return total
 
 
 def worst(order, direction):
     return STEPS * float(
-        step_divergence(sample_rate=RATE, noise_multiplier=NOISE, sensitivity=1.2, orders=order, direction=direction)
+        step_divergence(
+            sample_rate=RATE,
+            noise_multiplier=NOISE,
+            sensitivity=1.2,
+            orders=order,
+            direction=direction,
+        )
     )
 
 
 @pytest.mark.parametrize("direction", ["remove", "add"])
 @pytest.mark.parametrize("order", [2, 4])
-def test_exact_composition_is_the_truth_by_quadrature_below_theorem_3_3_and_the_worst_case(order, direction):
+def test_exact_composition_is_the_truth_by_quadrature_below_theorem_3_3_and_the_worst_case(
+    order, direction
+):
     chain = Chain(STEPS, RATE, NOISE)
     truth = chain.divergence(order, direction)
     found = exact_composition(
-        tilted_runs(order, direction, 8_000, seed=1), order=order, worst_case=worst(order, direction), confidence=0.999
+        tilted_runs(order, direction, 8_000, seed=1),
+        order=order,
+        worst_case=worst(order, direction),
+        confidence=0.999,
     )
     assert float(found.low) <= truth <= float(found.high)
     assert float(found.estimate) == pytest.approx(truth, rel=0.03)
@@ -148,13 +184,18 @@ def test_upper_bounds_from_a_handful_of_runs_hold_as_often_as_they_say():
     found = exact_composition(sums, order=3, worst_case=bound, confidence=0.9, resamples=200)
     assert int((found.upper_bound < truth).sum()) <= 44  # 30 in the mean
     assert (found.upper_bound <= bound).all() and (found.estimate <= found.upper_bound).all()
-    assert (found.low <= found.estimate + 1e-12).all() and (found.estimate <= found.high + 1e-12).all()
+    assert (found.low <= found.estimate + 1e-12).all() and (
+        found.estimate <= found.high + 1e-12
+    ).all()
     assert float((found.high - found.low).mean()) < 0.4 * float(found.estimate.mean())
 
 
 def test_one_run_bounds_hardly_anything_and_no_worst_case_bounds_nothing():
     one = exact_composition(torch.tensor([0.5]), order=2, worst_case=1.0, confidence=0.95)
-    assert 0.95 < float(one.upper_bound) <= 1.0 and float(one.low) == float(one.estimate) == float(one.high) == 0.5
+    assert (
+        0.95 < float(one.upper_bound) <= 1.0
+        and float(one.low) == float(one.estimate) == float(one.high) == 0.5
+    )
     assert float(exact_composition(torch.zeros(50), order=2).upper_bound) == math.inf
 
 
@@ -164,20 +205,32 @@ def test_sums_of_any_shape_are_worked_on_entry_by_entry():
     alone = exact_composition(sums[:, 1, 2], order=4, worst_case=0.5, resamples=100)
     for name in ("estimate", "low", "high", "upper_bound"):
         assert getattr(whole, name).shape == (2, 3)
-        assert float(getattr(whole, name)[1, 2]) == pytest.approx(float(getattr(alone, name)), rel=1e-12)
+        assert float(getattr(whole, name)[1, 2]) == pytest.approx(
+            float(getattr(alone, name)), rel=1e-12
+        )
 
 
 def test_sums_beyond_float64_are_no_obstacle():
     found = exact_composition(torch.tensor([800.0, 900.0, 5000.0]), order=2, worst_case=1e4)
-    assert float(found.estimate) == pytest.approx(5000 - math.log(3)) and found.upper_bound.isfinite()
+    assert (
+        float(found.estimate) == pytest.approx(5000 - math.log(3)) and found.upper_bound.isfinite()
+    )
 
 
 def test_bad_arguments_are_refused_by_name():
-    bad = dict(log_masses=[[-0.5], [], [math.inf]], order=[1], worst_case=[0.4, -1.0], confidence=[1.0])
+    bad = dict(
+        log_masses=[[-0.5], [], [math.inf]], order=[1], worst_case=[0.4, -1.0], confidence=[1.0]
+    )
     refuses(exact_composition, dict(log_masses=[0.5], order=2), **bad)
     good = dict(sensitivity=1.0, sample_rate=0.1, noise_std=1.0, order=2, generator=generator())
     refuses(
-        tilted_counts, good, order=[2.5, 1], sample_rate=[0.0], noise_std=[0.0], sensitivity=[-1.0], generator=[None]
+        tilted_counts,
+        good,
+        order=[2.5, 1],
+        sample_rate=[0.0],
+        noise_std=[0.0],
+        sensitivity=[-1.0],
+        generator=[None],
     )
 
 
@@ -191,7 +244,12 @@ def test_masses_that_lie_on_a_device_are_asked_twice_in_a_whole_call(monkeypatch
     assert sum(asked.seen.values()) == 2
     for name in ("estimate", "low", "high", "upper_bound"):
         assert torch.equal(getattr(here, name), getattr(there, name))
-    for bad, message in ((masses - 1, "log_masses must lie in"), (masses * math.nan, "log_masses must lie in")):
+    for bad, message in (
+        (masses - 1, "log_masses must lie in"),
+        (masses * math.nan, "log_masses must lie in"),
+    ):
         refused(message, exact_composition, bad, order=4, worst_case=1.0)
     refused("log_masses", exact_composition, masses + 3, order=4, worst_case=1.0)
-    refused("worst_case", exact_composition, torch.zeros(4), order=4, worst_case=torch.tensor(-1e-12))
+    refused(
+        "worst_case", exact_composition, torch.zeros(4), order=4, worst_case=torch.tensor(-1e-12)
+    )

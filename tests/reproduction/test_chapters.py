@@ -20,14 +20,18 @@ def chapter():
 def counted(monkeypatch):
     """The names that are run from here on."""
     calls, run = [], experiments.run
-    monkeypatch.setattr(experiments, "run", lambda name, **options: calls.append(name) or run(name, **options))
+    monkeypatch.setattr(
+        experiments, "run", lambda name, **options: calls.append(name) or run(name, **options)
+    )
     return calls
 
 
 def test_an_exhibit_is_computed_once_however_often_it_is_asked_for(monkeypatch):
     monkeypatch.delenv("DPCOMPANION_LIVE", raising=False)
     calls, chapter = counted(monkeypatch), Chapter("idp-sgd")
-    assert chapter.live("table-5") is chapter.live("idp-sgd/table-5") and calls == ["idp-sgd/table-5"]
+    assert chapter.live("table-5") is chapter.live("idp-sgd/table-5") and calls == [
+        "idp-sgd/table-5"
+    ]
     Chapter("idp-sgd").live("table-5")
     assert len(calls) == 2, "without a folder another page computes it again"
 
@@ -42,7 +46,9 @@ def test_the_pages_of_a_paper_share_a_live_run_and_see_the_same_types(monkeypatc
     monkeypatch.delenv("DPCOMPANION_LIVE")
     alone = Chapter("intrinsic-privacy").live("figure-1")
     assert alone.values == first.values and {type(x) for x in alone.arrays.values()} <= {np.ndarray}
-    assert {key: x.dtype for key, x in alone.arrays.items()} == {key: x.dtype for key, x in first.arrays.items()}
+    assert {key: x.dtype for key, x in alone.arrays.items()} == {
+        key: x.dtype for key, x in first.arrays.items()
+    }
 
 
 def test_a_live_run_of_other_code_is_not_taken_over(monkeypatch, tmp_path):
@@ -55,7 +61,10 @@ def test_a_live_run_of_other_code_is_not_taken_over(monkeypatch, tmp_path):
 def test_recorded_and_live_stand_under_their_kinds(chapter):
     found = chapter.both("claims-1-2")
     assert list(found) == ["recorded", "live"] and found["recorded"].preset == "paper"
-    assert found["live"] is chapter.live("claims-1-2") and found["live"].preset == experiments.default_preset()
+    assert (
+        found["live"] is chapter.live("claims-1-2")
+        and found["live"].preset == experiments.default_preset()
+    )
     quick_only = Chapter("per-instance-accounting")
     assert quick_only.recorded("figure-7") is None
     assert chapter.printed("table-3").name == "intrinsic-privacy/table-3"
@@ -63,23 +72,39 @@ def test_recorded_and_live_stand_under_their_kinds(chapter):
 
 def test_findings_of_both_runs_are_one_line_that_says_which_is_which(chapter):
     both = chapter.findings(chapter.both("claims-1-2"))
-    assert [row.outcome for row in both.rows] == ["holds", "holds"] and both.counts() == {"holds": 2}
+    assert [row.outcome for row in both.rows] == ["holds", "holds"] and both.counts() == {
+        "holds": 2
+    }
     assert both.kinds == ("recorded", "live")
-    assert "recorded \u2713 holds (random orders, " in repr(both) and "; live \u2713 holds (random" in repr(both)
-    assert 'class="recorded">recorded' in both._repr_markdown_() and 'class="live">live' in both._repr_markdown_()
+    assert "recorded \u2713 holds (random orders, " in repr(
+        both
+    ) and "; live \u2713 holds (random" in repr(both)
+    assert (
+        'class="recorded">recorded' in both._repr_markdown_()
+        and 'class="live">live' in both._repr_markdown_()
+    )
     assert repr(both).count("simulated mean") == 1, "a criterion is said once"
     alone = chapter.findings(chapter.live("claims-1-2"))
     assert repr(alone) == repr(experiments.findings(chapter.live("claims-1-2")))
-    assert chapter.findings(None) is None and chapter.findings(chapter.recorded("figure-1"), "table-1") is None
-    many = chapter.findings({"recorded": [chapter.recorded("claims-1-2"), chapter.recorded("theorem-2")]})
+    assert (
+        chapter.findings(None) is None
+        and chapter.findings(chapter.recorded("figure-1"), "table-1") is None
+    )
+    many = chapter.findings(
+        {"recorded": [chapter.recorded("claims-1-2"), chapter.recorded("theorem-2")]}
+    )
     assert len(many.rows) == 4 and len(chapter.findings({"recorded": [], "live": []}) or []) == 0
 
 
 def test_a_comparison_has_all_that_is_printed_and_says_when_the_record_is_stale(monkeypatch):
     chapter = Chapter("idp-sgd")
     record = chapter.recorded("table-5")
-    made = chapter.compare("table-5", recorded=record, labels=lambda keys: dict.fromkeys(keys, "a row"))
-    assert len(made.rows) == len(chapter.printed("table-5").flat()) and {row.label for row in made.rows} == {"a row"}
+    made = chapter.compare(
+        "table-5", recorded=record, labels=lambda keys: dict.fromkeys(keys, "a row")
+    )
+    assert len(made.rows) == len(chapter.printed("table-5").flat()) and {
+        row.label for row in made.rows
+    } == {"a row"}
     assert "stale" not in repr(made)
     monkeypatch.setattr(experiments.Experiment, "is_stale", lambda self, record: True)
     assert "recorded (stale)" in repr(chapter.compare("table-5", recorded=record))
@@ -95,8 +120,16 @@ def test_an_exhibit_is_shown_with_its_verdicts_and_what_remains_in_one_output():
     assert "cifar10" in remains
     assert "`dpcompanion run individual-accounting/table-3 --preset paper --device cuda`" in remains
     text = shown._repr_markdown_()
-    assert "\u2013 4 not run; smaller runs: ? 1 undecided. Made by `dpcompanion run individual-accounting/" in verdicts
-    assert text.count("\n\n") == 3 and "| " in text and "`dpcompanion run" in text and remains in repr(shown)
+    assert (
+        "\u2013 4 not run; smaller runs: ? 1 undecided. Made by `dpcompanion run "
+        "individual-accounting/" in verdicts
+    )
+    assert (
+        text.count("\n\n") == 3
+        and "| " in text
+        and "`dpcompanion run" in text
+        and remains in repr(shown)
+    )
 
 
 def test_a_page_of_exhibits_computes_live_what_an_exhibit_is_judged_by(monkeypatch):
@@ -111,9 +144,17 @@ def test_a_page_of_exhibits_computes_live_what_an_exhibit_is_judged_by(monkeypat
 def test_numbers_of_a_live_task_stand_beside_the_print_and_are_not_held_against_it(monkeypatch):
     counted(monkeypatch)
     monkeypatch.setattr(Chapter, "live", lambda self, exhibit: self.recorded("table-9"))
-    made = Chapter("idp-sgd").show("table-9", live={"sample": "91.0 \u00b1 0.2"}, task="4,000 digits").parts[0]
+    made = (
+        Chapter("idp-sgd")
+        .show("table-9", live={"sample": "91.0 \u00b1 0.2"}, task="4,000 digits")
+        .parts[0]
+    )
     row = next(row for row in made.rows if row.label == "sample")
-    assert row.verdict == "matches" and row.live == "91.0 \u00b1 0.2" and "live: 4,000 digits" in repr(made)
+    assert (
+        row.verdict == "matches"
+        and row.live == "91.0 \u00b1 0.2"
+        and "live: 4,000 digits" in repr(made)
+    )
     alone = Chapter("idp-sgd").compare("table-9", live={"sample": 98.17}, task="4,000 digits")
     assert [row.verdict for row in alone.rows] == ["not run"] * 3
 
@@ -121,7 +162,11 @@ def test_numbers_of_a_live_task_stand_beside_the_print_and_are_not_held_against_
 def test_long_tables_unfold_and_what_was_not_run_stands_apart():
     parts = Chapter("idp-sgd").show("table-2").parts
     made, left = parts[0].rows, parts[1].table.rows
-    assert made and all(row.recorded is not None for row in made) and all(row.recorded is None for row in left)
+    assert (
+        made
+        and all(row.recorded is not None for row in made)
+        and all(row.recorded is None for row in left)
+    )
     assert len(made) + len(left) == len(published.exhibit("idp-sgd/table-2").flat())
     assert parts[1].line == f"{len(left)} printed numbers of what was not run"
     assert parts[1]._repr_markdown_().startswith("<details")
@@ -151,7 +196,9 @@ def test_an_exhibit_is_shown_with_the_numbers_of_its_parts(monkeypatch):
     assert (row.recorded, row.verdict) == (10.0, "differs")
     assert "recorded (stale)" in repr(table), "the part was made by other code"
     said = repr(shown)
-    assert "Made by `dpcompanion run idp-sgd/table-2 " in said and "`the command of the part`" in said
+    assert (
+        "Made by `dpcompanion run idp-sgd/table-2 " in said and "`the command of the part`" in said
+    )
 
 
 def test_an_output_without_parts_is_no_output():
@@ -179,7 +226,9 @@ def test_rows_of_a_table_say_which_run_they_are_of():
     assert repr(Shown(["a", "b"])) == "a\n\nb"
 
 
-@pytest.mark.parametrize("call", [lambda: Chapter("idp"), lambda: Chapter("idp-sgd").live("table-55")])
+@pytest.mark.parametrize(
+    "call", [lambda: Chapter("idp"), lambda: Chapter("idp-sgd").live("table-55")]
+)
 def test_unknown_papers_and_exhibits_are_refused(call):
     with pytest.raises(ValueError, match="must be one of"):
         call()
@@ -190,7 +239,9 @@ SPLIT = [slug for slug in published.PAPERS if (BOOK / "papers" / f"{slug}-exhibi
 
 
 @pytest.mark.parametrize("slug", SPLIT)
-def test_a_page_of_exhibits_has_each_in_the_papers_order_at_the_place_that_the_scoreboard_names(slug):
+def test_a_page_of_exhibits_has_each_in_the_papers_order_at_the_place_that_the_scoreboard_names(
+    slug,
+):
     text = (BOOK / "papers" / f"{slug}-exhibits.md").read_text(encoding="utf-8")
     names = [exhibit.id for exhibit in published.exhibits(slug)]
     sections = re.split(rf"^\({slug}-(.+)\)=$", text, flags=re.MULTILINE)[1:]
@@ -209,11 +260,17 @@ def test_a_paper_that_is_not_split_has_its_places_in_its_chapter(tmp_path):
     (tmp_path / "papers" / "idp-sgd.md").write_text(
         "# A chapter\n\n## Table 2\n\n## Lemmas 3.1 and 3.2\n", encoding="utf-8"
     )
-    found = {one.exhibit.id: one.place for one in scoreboard.exhibit_statuses("idp-sgd", book=tmp_path)}
+    found = {
+        one.exhibit.id: one.place for one in scoreboard.exhibit_statuses("idp-sgd", book=tmp_path)
+    }
     assert found["table-2"] == places.Place("book/papers/idp-sgd", "table-2")
     (tmp_path / "papers" / "idp-sgd-exhibits.md").write_text(
         "# Exhibits\n\n(idp-sgd-lemmas-3.1-3.2)=\n## Lemmas\n", encoding="utf-8"
     )
-    found = {one.exhibit.id: one.place for one in scoreboard.exhibit_statuses("idp-sgd", book=tmp_path)}
+    found = {
+        one.exhibit.id: one.place for one in scoreboard.exhibit_statuses("idp-sgd", book=tmp_path)
+    }
     assert found["table-2"].page == "book/papers/idp-sgd" and found["table-9"] is None
-    assert found["lemmas-3.1-3.2"] == places.Place("book/papers/idp-sgd-exhibits", "idp-sgd-lemmas-3-1-3-2")
+    assert found["lemmas-3.1-3.2"] == places.Place(
+        "book/papers/idp-sgd-exhibits", "idp-sgd-lemmas-3-1-3-2"
+    )

@@ -14,7 +14,11 @@ TABLE_2 = "idp-sgd/table-2"
 
 
 def test_the_table_puts_published_recorded_and_live_side_by_side():
-    table = compare(TABLE_2, recorded={"mnist.A.sample": MeanSD(97.7, 0.1, 10)}, live={"mnist.A.sample": 91.23456})
+    table = compare(
+        TABLE_2,
+        recorded={"mnist.A.sample": MeanSD(97.7, 0.1, 10)},
+        live={"mnist.A.sample": 91.23456},
+    )
     assert repr(table) == (
         "                   published      recorded     live    verdict\n"
         "mnist.A.sample    97.81±0.09    97.70±0.10    91.23    matches, -0.11 points"
@@ -59,12 +63,20 @@ def test_lists_become_one_row_for_each_entry():
 
 
 def test_rows_keep_the_papers_order_and_unknown_names_are_refused():
-    table = compare("idp-sgd/table-5", live={"extra": 12345.678, "svhn.sigma": 2.746, "mnist.sigma": 3.4247})
+    table = compare(
+        "idp-sgd/table-5", live={"extra": 12345.678, "svhn.sigma": 2.746, "mnist.sigma": 3.4247}
+    )
     assert [row.label for row in table.rows] == ["mnist.sigma", "svhn.sigma", "extra"]
     assert repr(table).splitlines()[-1].split() == ["extra", "1.235e+04"]
     assert compare("idp-sgd/table-5", keys=["mnist.clip"]).counts() == {"not run": 1}
     refused("keys", compare, "idp-sgd/table-5", keys=["mnist.tau"])
-    refused("verdicts", compare, "idp-sgd/table-5", live={"mnist.sigma": 1}, verdicts={"mnist.sigma": "fine"})
+    refused(
+        "verdicts",
+        compare,
+        "idp-sgd/table-5",
+        live={"mnist.sigma": 1},
+        verdicts={"mnist.sigma": "fine"},
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, True, None, "text"])
@@ -74,14 +86,26 @@ def test_odd_values_are_shown_and_never_called_a_match(value):
 
 
 def test_small_and_large_prints_keep_their_digits():
-    shown = repr(compare("intrinsic-privacy/table-3", live={"adult.delta": 3.4123e-5, "adult.eps_i": 6.9521}))
+    shown = repr(
+        compare("intrinsic-privacy/table-3", live={"adult.delta": 3.4123e-5, "adult.eps_i": 6.9521})
+    )
     assert "3.412e-05    matches" in shown and "6.95    matches" in shown
-    assert "9440    differs, +0.69%" in repr(compare("idp-sgd/table-5", live={"mnist.iterations": 9440}))
+    assert "9440    differs, +0.69%" in repr(
+        compare("idp-sgd/table-5", live={"mnist.iterations": 9440})
+    )
 
 
 def test_a_table_shows_each_column_as_the_kind_that_it_is():
-    table = Table(["what", "paper", "here"], [["a", "0.1", 0.123456], ["b", "", 2]], kinds=["published", "live"])
-    assert repr(table).splitlines() == ["what    paper      here", "a         0.1    0.1235", "b                     2"]
+    table = Table(
+        ["what", "paper", "here"],
+        [["a", "0.1", 0.123456], ["b", "", 2]],
+        kinds=["published", "live"],
+    )
+    assert repr(table).splitlines() == [
+        "what    paper      here",
+        "a         0.1    0.1235",
+        "b                     2",
+    ]
     assert "| a | [0.1]{.published} | [0.1235]{.live} |" in table._repr_markdown_()
     assert "| b |   | [2]{.live} |" in table._repr_markdown_()
 
@@ -109,7 +133,10 @@ def test_a_table_that_does_not_fit_is_refused():
 def test_numbers_that_are_proved_wrong_are_called_so_without_being_asked_for():
     live = {"mnist.A.sigma_scale": 2.0629, "mnist.A.sigma_p": [3.425, 1.92, 1.424]}
     rows = {row.label: row.verdict for row in compare("idp-sgd/table-7", live=live).rows}
-    assert rows["mnist.A.sigma_scale"] == "matches" and rows["mnist.A.sigma_p[1]"] == "wrong in the paper"
+    assert (
+        rows["mnist.A.sigma_scale"] == "matches"
+        and rows["mnist.A.sigma_p[1]"] == "wrong in the paper"
+    )
 
 
 def test_numbers_of_a_stand_in_stand_beside_the_print_and_are_not_held_against_it():
@@ -124,19 +151,22 @@ def test_numbers_of_a_stand_in_stand_beside_the_print_and_are_not_held_against_i
 
 def test_an_exhibit_says_how_near_is_close():
     exhibit = "idp-sgd/table-5"  # where two readings of the setting lie 0.3% apart
-    assert [compare(exhibit, live={"mnist.sigma": sigma}).rows[0].verdict for sigma in (3.4255, 3.4245, 3.415)] == [
-        "close",
-        "close",
-        "differs",
-    ]
-    assert compare("idp-sgd/table-9", live={"sample": 97.3}).rows[0].verdict == "close", "points have no share"
+    assert [
+        compare(exhibit, live={"mnist.sigma": sigma}).rows[0].verdict
+        for sigma in (3.4255, 3.4245, 3.415)
+    ] == ["close", "close", "differs"]
+    assert compare("idp-sgd/table-9", live={"sample": 97.3}).rows[0].verdict == "close", (
+        "points have no share"
+    )
 
 
 def test_accuracies_that_are_printed_as_fractions_are_judged_by_points():
     key = "noiseless_accuracy.mnist-binary-unscaled"
     (row,) = compare("intrinsic-privacy/table-4", recorded={key: 0.882}).rows
     assert (row.verdict, row.deviation) == ("differs", "-4.50 points")
-    (row,) = compare("intrinsic-privacy/table-4", recorded={"theory.percent_of_gap.forest": 11.0}).rows
+    (row,) = compare(
+        "intrinsic-privacy/table-4", recorded={"theory.percent_of_gap.forest": 11.0}
+    ).rows
     assert (row.verdict, row.deviation) == ("close", "+9.2%")
 
 
@@ -149,7 +179,9 @@ def test_text_from_records_stays_text():
         Findings([Finding(tag, tag, tag, True)] * 2, kind="recorded"),
     ]
     lines = [shown[-1], Findings([Finding(tag, tag, tag, True)], kind=["live"])]
-    assert not any(mark in text._repr_markdown_() for text in lines for mark in ("<script", "</script", "]("))
+    assert not any(
+        mark in text._repr_markdown_() for text in lines for mark in ("<script", "</script", "](")
+    )
     for table in (*shown[:-1], shown[-1]._table({"recorded": shown[-1].rows}, str)):
         rendered = table._repr_markdown_()
         assert "<script" not in rendered and "</script" not in rendered and "](" not in rendered

@@ -32,8 +32,12 @@ class BothSeeds(Config, OneSeed):
 
 def work(config, run):
     digits = run.load("digits", split="test")
-    done = run.pieces(lambda name: float(name.split("-")[1]), [f"seed-{seed}" for seed in config.seeds])
-    return {"mean": records.mean_and_sd(done.values()), "examples": len(digits)}, {"seeds": np.array(config.seeds)}
+    done = run.pieces(
+        lambda name: float(name.split("-")[1]), [f"seed-{seed}" for seed in config.seeds]
+    )
+    return {"mean": records.mean_and_sd(done.values()), "examples": len(digits)}, {
+        "seeds": np.array(config.seeds)
+    }
 
 
 @pytest.fixture
@@ -55,9 +59,17 @@ def never(config, run):
 
 
 def test_what_a_test_registers_is_gone_afterwards_and_the_rest_is_as_before():
-    names, criteria, figure = experiments.names(), experiments.criteria(), "individual-accounting/figure-1"
+    names, criteria, figure = (
+        experiments.names(),
+        experiments.criteria(),
+        "individual-accounting/figure-1",
+    )
     assert NAME in names and experiments.criteria(figure)
-    with pytest.raises(InterruptedError), instead(never, quick=Config()), experiments.set_aside(figure):
+    with (
+        pytest.raises(InterruptedError),
+        instead(never, quick=Config()),
+        experiments.set_aside(figure),
+    ):
         experiments.finding(figure, "anything")(lambda record: ())
         assert experiments.get(NAME).function is never and figure not in experiments.names()
         assert [one.text for one in experiments.criteria(figure)] == ["anything"]
@@ -72,16 +84,25 @@ def test_what_a_test_registers_is_gone_afterwards_and_the_rest_is_as_before():
 def test_a_run_makes_a_record_with_its_provenance(registered, tmp_path):
     record = experiments.run(registered, preset="quick", out=tmp_path)
     assert record.values == {"mean": records.MeanSD(0.5, math.sqrt(0.5), 2), "examples": 359}
-    assert record.config == {"examples": 3, "seeds": [0, 1]} and record.arrays["seeds"].tolist() == [0, 1]
-    assert [entry["name"] for entry in record.data] == ["digits"] and len(record.data[0]["sha256"]) == 64
+    assert record.config == {"examples": 3, "seeds": [0, 1]} and record.arrays[
+        "seeds"
+    ].tolist() == [0, 1]
+    assert [entry["name"] for entry in record.data] == ["digits"] and len(
+        record.data[0]["sha256"]
+    ) == 64
     assert record.command == f"dpcompanion run {registered} --preset quick --device cpu"
     assert record.wall_time > 0 and record.device.startswith("cpu")
     arrays, fields = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
-    assert re.fullmatch(r"table-1\.quick\.[0-9a-f]{16}\.npz", arrays) and fields == "table-1.quick.json"
+    assert (
+        re.fullmatch(r"table-1\.quick\.[0-9a-f]{16}\.npz", arrays)
+        and fields == "table-1.quick.json"
+    )
     assert records.find(registered, "quick", tmp_path).values == record.values
 
 
-def test_a_record_names_the_commit_that_a_run_began_with_though_files_are_edited_meanwhile(monkeypatch):
+def test_a_record_names_the_commit_that_a_run_began_with_though_files_are_edited_meanwhile(
+    monkeypatch,
+):
     commits = ["before"]
     monkeypatch.setattr(provenance, "commit", lambda: commits[0])
 
@@ -124,7 +145,9 @@ def test_an_interrupted_run_is_continued_by_the_next_one(tmp_path):
 
 def test_the_catalogue_knows_which_records_are_missing_stale_or_damaged(registered, tmp_path):
     def state():
-        return next(entry for entry in experiments.catalogue(tmp_path) if entry.name == registered).records
+        return next(
+            entry for entry in experiments.catalogue(tmp_path) if entry.name == registered
+        ).records
 
     assert state() == {"quick": "missing", "paper": "missing"}
     experiments.run(registered, preset="quick", out=tmp_path, seeds=[5])
@@ -143,14 +166,18 @@ def test_the_catalogue_knows_which_records_are_missing_stale_or_damaged(register
     assert state() == {"quick": "missing", "paper": "damaged"}
 
 
-def test_a_live_run_is_shown_beside_the_record_which_is_called_stale_when_it_is(registered, tmp_path):
+def test_a_live_run_is_shown_beside_the_record_which_is_called_stale_when_it_is(
+    registered, tmp_path
+):
     live = experiments.run(registered, preset="quick")
     assert "recorded" not in repr(experiments.compare(live, folder=tmp_path, keys=["examples"]))
     experiments.run(registered, preset="paper", out=tmp_path)
     shown = repr(experiments.compare(live, folder=tmp_path, keys=["examples"]))
     assert "recorded" in shown and "stale" not in shown
     with instead(work, quick=Config(), paper=Config(examples=31)):
-        assert "recorded (stale)" in repr(experiments.compare(live, folder=tmp_path, keys=["examples"]))
+        assert "recorded (stale)" in repr(
+            experiments.compare(live, folder=tmp_path, keys=["examples"])
+        )
 
 
 def test_seeds_are_replaced_and_named_in_the_command(registered):
@@ -181,7 +208,11 @@ def test_several_seeds_are_refused_before_any_work_where_one_is_used():
     with instead(one, quick=OneSeed()):
         assert experiments.run(NAME, preset="quick").seeds == [0]
         record = experiments.run(NAME, preset="quick", seeds=[4])
-        assert record.values == {"the seed": 4} and record.seeds == [4] and record.command.endswith("--seeds 4")
+        assert (
+            record.values == {"the seed": 4}
+            and record.seeds == [4]
+            and record.command.endswith("--seeds 4")
+        )
         assert not experiments.get(NAME).is_stale(record)
     several = pytest.raises(ValueError, match="seeds")
     with instead(never, quick=OneSeed()), several:
@@ -211,13 +242,17 @@ def test_an_experiment_belongs_to_an_exhibit_and_has_a_frozen_configuration(regi
 def test_every_registered_experiment_has_a_preset_and_one_without_a_quick_one_says_so():
     assert {"idp-sgd/table-5", "idp-sgd/table-7"} <= set(experiments.names())
     for name in experiments.names():
-        assert 0 < len(experiments.get(name).presets) and set(experiments.get(name).presets) <= set(experiments.PRESETS)
+        assert 0 < len(experiments.get(name).presets) and set(experiments.get(name).presets) <= set(
+            experiments.PRESETS
+        )
 
 
 def test_configurations_survive_json():
     for name in experiments.names():
         for preset, config in experiments.get(name).presets.items():
-            made = records.make(name, preset, {}, config=config, made_with={"versions": {}, "commit": None})
+            made = records.make(
+                name, preset, {}, config=config, made_with={"versions": {}, "commit": None}
+            )
             assert not made.is_stale(config=config)
             json.dumps(made.config, allow_nan=False)
             assert published.exhibit(name)
@@ -229,10 +264,14 @@ def test_a_finding_is_judged_by_the_record_of_the_experiment_that_it_names(regis
 
     record = experiments.run(NAME, preset="quick")
     with experiments.set_aside("individual-accounting/figure-2"):
-        experiments.finding("individual-accounting/figure-2", "more than two examples", of=NAME)(enough)
+        experiments.finding("individual-accounting/figure-2", "more than two examples", of=NAME)(
+            enough
+        )
         assert experiments.findings(record).rows == ()  # table 1 itself claims nothing
         found = experiments.findings(record, "individual-accounting/figure-2")
-    assert [(row.where, row.outcome) for row in found.rows] == [("here", "holds")] and found.kinds == ("live",)
+    assert [(row.where, row.outcome) for row in found.rows] == [
+        ("here", "holds")
+    ] and found.kinds == ("live",)
     refused("name", experiments.finding, "individual-accounting/figure-99", "anything")
 
 
@@ -243,7 +282,9 @@ def without_criteria():
         yield exhibits
 
 
-def test_the_criteria_of_an_exhibit_are_asked_of_another_record_but_not_those_of_a_part(without_criteria):
+def test_the_criteria_of_an_exhibit_are_asked_of_another_record_but_not_those_of_a_part(
+    without_criteria,
+):
     exhibit, figure = without_criteria
     part, other = f"{exhibit}-resnet20", f"{figure}-resnet20"
     refused("exhibit", experiments.ask_also, exhibit, of=part)

@@ -1,4 +1,6 @@
-"""Intervals against SciPy, brute force and simulated truth; outcomes by the side on which they lie."""
+"""Intervals against SciPy, brute force and simulated truth; outcomes by the side on which they
+lie.
+"""
 
 import math
 
@@ -20,17 +22,25 @@ def test_an_outcome_is_decided_where_the_whole_interval_lies_on_one_side(a, b, l
     low, high = sorted((a, b))
     found = Interval((low + high) / 2, low, high)
     inside = low < limit < high
-    for outcome in (found.above(limit), found.at_least(limit), found.below(limit), found.at_most(limit)):
+    for outcome in (
+        found.above(limit),
+        found.at_least(limit),
+        found.below(limit),
+        found.at_most(limit),
+    ):
         assert outcome in intervals.OUTCOMES and (outcome == "undecided") >= inside
     if low > limit:
-        assert (found.above(limit), found.at_least(limit), found.below(limit), found.at_most(limit)) == (
-            "holds",
-            "holds",
-            "fails",
-            "fails",
-        )
+        assert (
+            found.above(limit),
+            found.at_least(limit),
+            found.below(limit),
+            found.at_most(limit),
+        ) == ("holds", "holds", "fails", "fails")
     # Opposite criteria are never both true, and never both false.
-    for one, other in ((found.above(limit), found.at_most(limit)), (found.at_least(limit), found.below(limit))):
+    for one, other in (
+        (found.above(limit), found.at_most(limit)),
+        (found.at_least(limit), found.below(limit)),
+    ):
         assert {one, other} in ({"holds", "fails"}, {"undecided"})
 
 
@@ -45,13 +55,19 @@ def test_what_has_no_interval_decides_nothing():
         intervals.rank_correlation(math.nan, 10),
         intervals.pearson([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]),
     ):
-        assert {nothing.above(0), nothing.below(0), nothing.at_least(0), nothing.at_most(0)} == {"undecided"}
+        assert {nothing.above(0), nothing.below(0), nothing.at_least(0), nothing.at_most(0)} == {
+            "undecided"
+        }
         assert "no interval" in f"{nothing:.2f}"
 
 
 def test_a_known_end_is_enough_for_one_side():
     shown = Interval(2.0, 2.0, math.inf)
-    assert (shown.at_most(1.0), shown.at_most(3.0), shown.above(1.0)) == ("fails", "undecided", "holds")
+    assert (shown.at_most(1.0), shown.at_most(3.0), shown.above(1.0)) == (
+        "fails",
+        "undecided",
+        "holds",
+    )
 
 
 def test_parts_of_a_criterion_must_all_hold():
@@ -70,7 +86,9 @@ def test_means_and_differences_are_those_of_student_and_welch():
             stats.ttest_ind(first, second[:3], equal_var=False),
         ),
     ):
-        assert (found.low, found.high) == pytest.approx(tuple(test.confidence_interval(0.95)), rel=1e-9)
+        assert (found.low, found.high) == pytest.approx(
+            tuple(test.confidence_interval(0.95)), rel=1e-9
+        )
     wider = intervals.mean(first, confidence=0.99)
     assert wider.low < intervals.mean(first).low
 
@@ -85,8 +103,12 @@ def test_a_share_has_the_exact_interval(count, n):
 @pytest.mark.parametrize("n, q", [(10, 0.5), (40, 0.5), (200, 0.1), (5, 0.9)])
 def test_a_quantile_lies_between_its_ranks_as_often_as_it_says(n, q):
     found = intervals.quantile(np.arange(n), q)
-    low, high = (-1 if end == -math.inf else n if end == math.inf else int(end) for end in (found.low, found.high))
-    # Brute force: the quantile lies between order statistics `low` and `high` iff so many of n values lie below it.
+    low, high = (
+        -1 if end == -math.inf else n if end == math.inf else int(end)
+        for end in (found.low, found.high)
+    )
+    # Brute force: the quantile lies between order statistics `low` and `high` iff so many of n
+    # values lie below it.
     covered = sum(stats.binom.pmf(below, n, q) for below in range(n + 1) if low < below <= high)
     assert covered >= 0.95
     if low >= 0:
@@ -104,11 +126,17 @@ def coverage(draw, truth, trials=400):
 def test_intervals_cover_the_truth_as_often_as_they_say():
     assert coverage(lambda r: intervals.mean(r.normal(1, 2, 3)), 1) == pytest.approx(0.95, abs=0.03)
     assert coverage(
-        lambda r: intervals.unpaired(mean_and_sd(r.normal(1, 2, 4)), mean_and_sd(r.normal(0, 1, 5))), 1
+        lambda r: intervals.unpaired(
+            mean_and_sd(r.normal(1, 2, 4)), mean_and_sd(r.normal(0, 1, 5))
+        ),
+        1,
     ) == pytest.approx(0.95, abs=0.03)
     assert coverage(lambda r: intervals.share(r.binomial(50, 0.9), 50), 0.9) >= 0.93
     assert coverage(lambda r: intervals.quantile(r.exponential(size=60), 0.5), math.log(2)) >= 0.93
-    skewed = coverage(lambda r: intervals.bootstrap(lambda x: x.mean(-1), r.exponential(size=100), resamples=400), 1)
+    skewed = coverage(
+        lambda r: intervals.bootstrap(lambda x: x.mean(-1), r.exponential(size=100), resamples=400),
+        1,
+    )
     assert skewed == pytest.approx(0.95, abs=0.05)
 
 

@@ -59,7 +59,9 @@ def test_a_cell_leads_to_its_exhibits_place_from_any_page():
 
 
 def test_each_state_has_its_own_mark_and_the_legend_counts_them():
-    assert set(mosaic.MARKS) == set(scoreboard.STATES) and len(set(mosaic.MARKS.values())) == len(mosaic.MARKS)
+    assert set(mosaic.MARKS) == set(scoreboard.STATES) and len(set(mosaic.MARKS.values())) == len(
+        mosaic.MARKS
+    )
     shown = mosaic.Mosaic(everything())
     text = Reader(shown._repr_html_()).text
     counted = {
@@ -68,13 +70,17 @@ def test_each_state_has_its_own_mark_and_the_legend_counts_them():
         if count
     }
     assert sum(counted.values()) == len(everything())
-    assert sum(repr(shown).count(mark) for mark in mosaic.MARKS.values()) == len(everything()) + len(counted)
+    assert sum(repr(shown).count(mark) for mark in mosaic.MARKS.values()) == len(
+        everything()
+    ) + len(counted)
 
 
 def test_a_title_cannot_break_the_markup():
     one = everything()[0]
     title = '<b>"&'
-    odd = dataclasses.replace(one, exhibit=dataclasses.replace(one.exhibit, title=title), place=None)
+    odd = dataclasses.replace(
+        one, exhibit=dataclasses.replace(one.exhibit, title=title), place=None
+    )
     ((tag, attributes, _),) = Reader(mosaic.Mosaic([odd])._repr_html_()).cells
     assert tag == "span" and title in attributes["aria-label"]
 

@@ -14,7 +14,13 @@ UNIFORM = {f"epoch {k}": 0.4 * k for k in (1, 2, 3)}
 
 def made(**changes):
     return MovingHistogram(
-        **{"times": TIMES, "uniform": UNIFORM, "bins": 20, "alt": "Bars & a <line>.", "caption": "What it is."}
+        **{
+            "times": TIMES,
+            "uniform": UNIFORM,
+            "bins": 20,
+            "alt": "Bars & a <line>.",
+            "caption": "What it is.",
+        }
         | changes
     )
 
@@ -38,8 +44,13 @@ def test_without_a_script_the_last_time_stands_whole_and_says_what_it_is():
     source = made()._repr_html_()
     last = np.array(frames(made())[-1]["bars"])
     heights = [float(height) for height in re.findall(r'<rect[^>]* height="([\d.]+)"', source)]
-    assert len(heights) == 20 and np.allclose(np.array(heights) / max(heights), last / last.max(), atol=0.01)
-    assert 'role="img" aria-label="Bars &amp; a &lt;line&gt;."' in source and "<figcaption>What it is." in source
+    assert len(heights) == 20 and np.allclose(
+        np.array(heights) / max(heights), last / last.max(), atol=0.01
+    )
+    assert (
+        'role="img" aria-label="Bars &amp; a &lt;line&gt;."' in source
+        and "<figcaption>What it is." in source
+    )
     assert '<p class="control" hidden>' in source and made().said("epoch 3") in source
 
 
@@ -62,9 +73,15 @@ def test_the_slider_moves_the_bars_by_keyboard(chromium, browser_check):
         slider = page.get_by_label("Drag through the run")
         slider.focus()
         page.keyboard.press("ArrowLeft")
-        assert slider.get_attribute("aria-valuetext") == page.text_content(".said") == made().said("epoch 2")
+        assert (
+            slider.get_attribute("aria-valuetext")
+            == page.text_content(".said")
+            == made().said("epoch 2")
+        )
         page.keyboard.press("Home")
         assert page.text_content(".said") == made().said("epoch 1")
-        heights = page.eval_on_selector_all(".bars rect", "bars => bars.map(bar => Number(bar.getAttribute('height')))")
+        heights = page.eval_on_selector_all(
+            ".bars rect", "bars => bars.map(bar => Number(bar.getAttribute('height')))"
+        )
         bars = np.array(frames(made())[0]["bars"])
         assert np.allclose(np.array(heights) / max(heights), bars / bars.max())

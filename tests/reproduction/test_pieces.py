@@ -18,11 +18,17 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
 
     names = [f"seed-{seed}" for seed in range(4)]
     with pytest.raises(KeyboardInterrupt):
-        pieces.resumable(lambda name: work(name, "seed-2"), names, folder=tmp_path, config={"lr": 1})
+        pieces.resumable(
+            lambda name: work(name, "seed-2"), names, folder=tmp_path, config={"lr": 1}
+        )
     assert calls == ["seed-0", "seed-1"]
     done = pieces.resumable(work, names, folder=tmp_path, config={"lr": 1})
     assert calls == names and list(done) == names
-    assert done["seed-1"][0] == {"accuracy": 1.0} and done["seed-1"][1]["norms"].tolist() == [1, 1, 1]
+    assert done["seed-1"][0] == {"accuracy": 1.0} and done["seed-1"][1]["norms"].tolist() == [
+        1,
+        1,
+        1,
+    ]
     pieces.resumable(work, names, folder=tmp_path, config={"lr": 2})
     assert len(calls) == 8  # another configuration: everything anew
     with pytest.raises(KeyboardInterrupt):
@@ -35,7 +41,9 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
 def test_a_piece_that_is_damaged_is_computed_again(tmp_path):
     first = pieces.resumable(lambda name: 1.0, ["a"], folder=tmp_path, config={})
     (tmp_path / "a.piece.json").write_text("{", encoding="utf-8")
-    assert pieces.resumable(lambda name: 2.0, ["a"], folder=tmp_path, config={}) == {"a": 2.0} != first
+    assert (
+        pieces.resumable(lambda name: 2.0, ["a"], folder=tmp_path, config={}) == {"a": 2.0} != first
+    )
 
 
 @pytest.mark.parametrize("key", ["sha256", "made"])
@@ -56,7 +64,9 @@ def test_a_piece_without_what_vouches_for_it_is_computed_again(tmp_path, key, re
 
 def written(kept, folder):
     """What was taken over, as a record has it."""
-    return records.read(records.write(records.make("idp-sgd/table-5", "paper", {}, config={}, kept=kept), folder)).kept
+    return records.read(
+        records.write(records.make("idp-sgd/table-5", "paper", {}, config={}, kept=kept), folder)
+    ).kept
 
 
 def test_a_record_lists_what_it_took_over_and_from_which_code(tmp_path, monkeypatch):
@@ -70,7 +80,11 @@ def test_a_record_lists_what_it_took_over_and_from_which_code(tmp_path, monkeypa
     assert gathered(["a", "b"]) == []
     monkeypatch.setattr(provenance, "commit", lambda: "second")
     (first,) = gathered(["a", "b", "c"])
-    assert (first["pieces"], first["commit"], first["versions"]) == (2, "first", provenance.versions())
+    assert (first["pieces"], first["commit"], first["versions"]) == (
+        2,
+        "first",
+        provenance.versions(),
+    )
     monkeypatch.setattr(provenance, "commit", lambda: "third")
     kept = gathered(["a", "b", "c"])
     assert [(each["commit"], each["pieces"]) for each in kept] == [("first", 2), ("second", 1)]
@@ -115,7 +129,9 @@ def test_what_an_earlier_version_began_counts_for_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         pieces.resumable(_cut_off, ["a"], folder=tmp_path, config={})
     assert pieces.resumable(work, ["a"], folder=tmp_path, config={}) == {"a": 1.0}
-    assert "earlier" not in json.loads((tmp_path / "a.piece.json").read_text(encoding="utf-8"))["made"]
+    assert (
+        "earlier" not in json.loads((tmp_path / "a.piece.json").read_text(encoding="utf-8"))["made"]
+    )
 
 
 def _cut_off(name):

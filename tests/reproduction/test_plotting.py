@@ -53,7 +53,9 @@ def test_figures_are_set_in_the_font_of_the_package_whatever_the_machine_has(mon
 
     # A machine with a Plex of its own, which comes first.
     manager = font_manager.fontManager
-    other = font_manager.FontEntry(fname="/nowhere/Plex.ttf", name="IBM Plex Sans", style="normal", weight=400)
+    other = font_manager.FontEntry(
+        fname="/nowhere/Plex.ttf", name="IBM Plex Sans", style="normal", weight=400
+    )
     monkeypatch.setattr(manager, "ttflist", [other, *manager.ttflist])
     fig, axes = plotting.figure()
     axes.loglog([1, 10, 100], label="\u03c3, \u03b5 \u2264 1")
@@ -79,7 +81,9 @@ def test_two_drawings_of_the_same_figure_are_the_same_bytes(tmp_path):
         fig.savefig(tmp_path / name)
         drawings.add(plotting.drawing(fig))
         plt.close(fig)
-    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes() and len(drawings) == 1
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes() and len(
+        drawings
+    ) == 1
 
 
 @pytest.fixture
@@ -100,9 +104,15 @@ def test_a_drawing_keeps_texts_as_they_are_and_rounds_where_they_stand(axes):
     axes[0].fill_between(np.linspace(0, 1, 5000), np.linspace(0, 1, 5000) ** 2)
     axes[0].text(0.123456, 0.5, "0.123456 < \u03c3")
     svg = plotting.drawing(axes[0].figure)
-    assert [text for text in ElementTree.fromstring(svg).itertext() if "\u03c3" in text] == ["0.123456 < \u03c3"]
+    assert [text for text in ElementTree.fromstring(svg).itertext() if "\u03c3" in text] == [
+        "0.123456 < \u03c3"
+    ]
     tags = re.sub(">[^<]*<", "><", svg)
-    assert not re.search(r"\.\d{3}", tags.partition(">")[2]) and "<style" not in svg and "dpcompanion" not in svg
+    assert (
+        not re.search(r"\.\d{3}", tags.partition(">")[2])
+        and "<style" not in svg
+        and "dpcompanion" not in svg
+    )
     # A point for each third of a point, rather than 5,000.
     assert max(len(path) for path in re.findall(' d="(.*?)"', svg)) < 25_000
 
@@ -111,7 +121,9 @@ def test_a_drawing_is_cut_between_its_columns_unless_something_lies_across(axes)
     fig = axes[0].figure
     axes[0].plot([1, 2], label="both")
     (cut,) = map(float, re.findall('data-cut="(.*?)"', plotting.drawing(fig)))
-    left, right = (72 * np.array([box.x0, box.x1]) / fig.dpi for box in (ax.get_tightbbox() for ax in axes))
+    left, right = (
+        72 * np.array([box.x0, box.x1]) / fig.dpi for box in (ax.get_tightbbox() for ax in axes)
+    )
     assert left[1] < cut < right[0]
     fig.legend(loc="outside lower center")
     assert "data-cut" not in plotting.drawing(fig)
@@ -135,7 +147,10 @@ def test_a_notebook_keeps_the_svg_of_its_first_figure_and_crops_none(monkeypatch
     monkeypatch.setattr(IPython, "get_ipython", lambda: shell)
     plotting.use_style()
     data, _ = shell.display_formatter.format(axes[0].figure)
-    assert data[plotting.DRAWING].startswith("<svg") and plotting.DRAWING not in shell.display_formatter.format(1)[0]
+    assert (
+        data[plotting.DRAWING].startswith("<svg")
+        and plotting.DRAWING not in shell.display_formatter.format(1)[0]
+    )
     assert InlineBackend.instance().print_figure_kwargs == {"bbox_inches": None}
 
 
@@ -144,7 +159,9 @@ def test_the_pages_have_each_colour_of_the_figures_and_the_dark_theme_a_visible_
     css = (BOOK / "_static" / "custom.css").read_text(encoding="utf-8")
     light, dark = (
         dict(re.findall(r"--(\w+): (#\w{6})", block))
-        for block in re.findall(r"(?ms)^(?:html\[data-theme=\"dark\"\] )?\.drawing \{(?= --).*?\}", css)
+        for block in re.findall(
+            r"(?ms)^(?:html\[data-theme=\"dark\"\] )?\.drawing \{(?= --).*?\}", css
+        )
     )
     for color in {*plotting.COLORS.values(), *plotting.STYLE["axes.prop_cycle"]} - {"#000000"}:
         name = extension["COLORS"][color.lower()]
@@ -175,7 +192,9 @@ def test_a_digest_is_an_output_of_its_own_type_in_a_notebook(monkeypatch):
 def luminance(colour):
     """Relative luminance by WCAG 2."""
     channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    red, green, blue = (
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
+    )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 

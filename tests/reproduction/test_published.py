@@ -48,18 +48,34 @@ def test_whatever_rounds_to_the_print_matches_it(units, places):
 
 
 def test_the_verdict_follows_the_rule_of_two_standard_deviations_then_ten_percent():
-    assert verdict(10 + 2 * math.hypot(0.3, 0.4) - 1e-9, 10.0, sd_ours=0.3, sd_published=0.4) == "matches"
-    assert verdict(10 + 2 * math.hypot(0.3, 0.4) + 1e-9, 10.0, sd_ours=0.3, sd_published=0.4) == "differs"
-    assert verdict(10.9, 10.0) == "close" and verdict(9.0, 10.0) == "close" and verdict(11.1, 10.0) == "differs"
+    assert (
+        verdict(10 + 2 * math.hypot(0.3, 0.4) - 1e-9, 10.0, sd_ours=0.3, sd_published=0.4)
+        == "matches"
+    )
+    assert (
+        verdict(10 + 2 * math.hypot(0.3, 0.4) + 1e-9, 10.0, sd_ours=0.3, sd_published=0.4)
+        == "differs"
+    )
+    assert (
+        verdict(10.9, 10.0) == "close"
+        and verdict(9.0, 10.0) == "close"
+        and verdict(11.1, 10.0) == "differs"
+    )
     assert verdict(-9.5, -10.0) == "close" and verdict(9.5, -10.0) == "differs"
     assert verdict(96.0, "96.75±0.15", points=True) == "close"
-    assert verdict(95.7, "96.75±0.15", points=True) == "differs" and verdict(95.7, "96.75±0.15") == "close"
+    assert (
+        verdict(95.7, "96.75±0.15", points=True) == "differs"
+        and verdict(95.7, "96.75±0.15") == "close"
+    )
     assert verdict(0.957, "0.9675(15)", points=0.01) == "differs"
     assert verdict(0.96, "0.9675(15)", points=0.01) == "close"
 
 
 def test_deviation_and_rounding_are_those_of_the_print_by_default():
-    assert verdict(97.0, "96.75±0.15") == "matches" and verdict(97.0, "96.75±0.15", sd_published=0) == "close"
+    assert (
+        verdict(97.0, "96.75±0.15") == "matches"
+        and verdict(97.0, "96.75±0.15", sd_published=0) == "close"
+    )
     assert verdict(3.43, "3.425", rounding=0.01) == "matches" and verdict(3.43, "3.425") == "close"
 
 
@@ -70,7 +86,13 @@ def test_what_is_not_finite_differs_and_infinite_matches_infinite():
 
 def test_a_deviation_that_is_negative_or_not_finite_is_refused():
     bad = [-1, math.nan, math.inf]
-    refuses(lambda **options: verdict(1.0, 1.0, **options), {}, sd_ours=bad, sd_published=bad, rounding=bad)
+    refuses(
+        lambda **options: verdict(1.0, 1.0, **options),
+        {},
+        sd_ours=bad,
+        sd_published=bad,
+        rounding=bad,
+    )
 
 
 def test_every_exhibit_is_complete():
@@ -89,7 +111,10 @@ def test_every_exhibit_is_complete():
 
 def test_text_stands_only_where_the_paper_prints_no_plain_number():
     texts = {
-        (e.name, key): value for e in published.exhibits() for key, value in e.flat().items() if isinstance(value, str)
+        (e.name, key): value
+        for e in published.exhibits()
+        for key, value in e.flat().items()
+        if isinstance(value, str)
     }
     assert texts == {
         ("per-instance-accounting/figure-7", "with_dp"): "about 0.5",

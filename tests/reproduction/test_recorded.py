@@ -1,7 +1,7 @@
 """What records say, computed again as far as that takes neither the data nor the hours of the run.
 
-A slice of each kind: parameters, worst cases and accounts from the recorded configuration, summaries from the recorded
-arrays, and what must hold between the numbers of one record.
+A slice of each kind: parameters, worst cases and accounts from the recorded configuration,
+summaries from the recorded arrays, and what must hold between the numbers of one record.
 """
 
 import dataclasses
@@ -31,13 +31,17 @@ def run_of(config):
 def task_of(record, name, kind):
     """The dataclass that a record's configuration tells of."""
     fields = record.config["tasks"][name]
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+    return kind(
+        **{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    )
 
 
 def test_parameters_of_budgets_on_mnist():
     values = recorded("idp-sgd/table-7").values
     config = dataclasses.replace(
-        idp_sgd.Accounts(), training={"mnist": idp_sgd.TABLE_5["mnist"]}, groups={"B": idp_sgd.GROUPS["B"]}
+        idp_sgd.Accounts(),
+        training={"mnist": idp_sgd.TABLE_5["mnist"]},
+        groups={"B": idp_sgd.GROUPS["B"]},
     )
     again = idp_sgd.table_7(config, run_of(config))
     assert {"mnist.B.sigma_sample", "mnist.B.c_p"} <= set(again)
@@ -51,7 +55,10 @@ def test_every_trial_and_class_is_in_the_record():
     for kind in config["kinds"]:
         finals, (*_, last) = record.values[f"{kind}.final"], record.values[f"{kind}.accuracy"]
         assert len(finals) == last.n == len(record.seeds) and record.values[f"{kind}.dropped"] == 0
-        assert last.mean == pytest.approx(np.mean(finals)) and len(record.values[f"{kind}.classes"]) == 10
+        assert (
+            last.mean == pytest.approx(np.mean(finals))
+            and len(record.values[f"{kind}.classes"]) == 10
+        )
 
 
 def test_histograms_of_individual_epsilons_count_all_examples():
@@ -71,7 +78,9 @@ def test_histograms_of_individual_epsilons_count_all_examples():
             delta=task["delta"],
             accountant="rdp",
         )
-        assert value["worst_case"] == pytest.approx(worst, rel=1e-6) and value["max"] <= worst * (1 + 1e-9)
+        assert value["worst_case"] == pytest.approx(worst, rel=1e-6) and value["max"] <= worst * (
+            1 + 1e-9
+        )
         for counts, mean in (("rdp", value["mean"]), ("pld", value["pld.mean"])):
             histogram = record.arrays[f"{name}.{counts}"]
             centres = worst * (np.arange(120) + 0.5) / 120
@@ -102,10 +111,16 @@ def test_every_number_of_refreshes_has_the_errors_of_its_points():
     record = recorded("individual-accounting/figure-4")
     for name in individual_accounting.reported(record):
         exact = record.arrays[f"{name}.exact"].astype(float)
-        for refreshes, estimate in zip(record.config["refreshes"], record.arrays[f"{name}.estimates"].astype(float)):
+        for refreshes, estimate in zip(
+            record.config["refreshes"], record.arrays[f"{name}.estimates"].astype(float)
+        ):
             key = f"{name}.gamma_{refreshes:g}"
-            assert record.values[f"{key}.pearson"] == pytest.approx(np.corrcoef(exact, estimate)[0, 1], abs=1e-5)
-            assert record.values[f"{key}.mean_error"] == pytest.approx(np.abs(exact - estimate).mean(), abs=1e-5)
+            assert record.values[f"{key}.pearson"] == pytest.approx(
+                np.corrcoef(exact, estimate)[0, 1], abs=1e-5
+            )
+            assert record.values[f"{key}.mean_error"] == pytest.approx(
+                np.abs(exact - estimate).mean(), abs=1e-5
+            )
 
 
 @pytest.mark.parametrize("task", ["mnist-binary", "forest", "adult"])
@@ -130,13 +145,21 @@ def test_intrinsic_epsilons_follow_from_recorded_noise_and_sensitivity(task):
         ("delta_empirical", "analytic", "eps_i_star.analytic"),
     ):
         found = value[sensitivity]
-        # Of four draws of neighbours the first is meant, which lies within 1.5 standard deviations of their mean.
-        ends = (found.mean - 1.5 * found.sd, found.mean + 1.5 * found.sd) if hasattr(found, "sd") else (found, found)
+        # Of four draws of neighbours the first is meant, which lies within 1.5 standard deviations
+        # of their mean.
+        ends = (
+            (found.mean - 1.5 * found.sd, found.mean + 1.5 * found.sd)
+            if hasattr(found, "sd")
+            else (found, found)
+        )
         low, high = (
-            float(intrinsic_epsilon(end, value["sigma_i"], value["delta"], mechanism=mechanism)) for end in ends
+            float(intrinsic_epsilon(end, value["sigma_i"], value["delta"], mechanism=mechanism))
+            for end in ends
         )
         assert low * (1 - 1e-6) <= value[key] <= high * (1 + 1e-6)
-    more = augmented_sigma(value["delta_bound"], value["sigma_i"], target_epsilon=1.0, target_delta=value["delta"])
+    more = augmented_sigma(
+        value["delta_bound"], value["sigma_i"], target_epsilon=1.0, target_delta=value["delta"]
+    )
     total = math.hypot(float(more), value["sigma_i"])
     assert float(intrinsic_epsilon(value["delta_bound"], total, value["delta"])) <= 1.0
 
@@ -146,23 +169,38 @@ def test_bounds_of_the_mean_update_that_need_no_data():
     task = task_of(record, "LeNet-5", gradients_look_alike.Task)
     for size in (32, 128):
         plan = gradients_look_alike.plan_of(dataclasses.replace(task, batch_size=size), 60_000)
-        worst = float(gradients_look_alike.divergence(task.max_grad_norm, plan, record.config["order"]))
+        worst = float(
+            gradients_look_alike.divergence(task.max_grad_norm, plan, record.config["order"])
+        )
         limit = torch.full((1,), task.max_grad_norm, dtype=torch.float64)
-        bound = float(gradients_look_alike.mean_update_bound(limit, plan, record.config["order"])[0])
-        assert record.values[f"LeNet-5.final.batch {size}.worst_case"] == pytest.approx(worst, rel=1e-4)
-        assert record.values[f"LeNet-5.final.batch {size}.any_data"] == pytest.approx(bound / worst, rel=1e-3)
+        bound = float(
+            gradients_look_alike.mean_update_bound(limit, plan, record.config["order"])[0]
+        )
+        assert record.values[f"LeNet-5.final.batch {size}.worst_case"] == pytest.approx(
+            worst, rel=1e-4
+        )
+        assert record.values[f"LeNet-5.final.batch {size}.any_data"] == pytest.approx(
+            bound / worst, rel=1e-3
+        )
 
 
 def test_exact_compositions_lie_within_their_intervals_and_below_the_bounds():
     values = recorded("gradients-look-alike/theorem-3.3").values
     for direction in ("remove", "add"):
         low, exact, high, upper = (
-            np.array(values[f"{direction}.{key}"]) for key in ("low", "exact", "high", "upper_bound")
+            np.array(values[f"{direction}.{key}"])
+            for key in ("low", "exact", "high", "upper_bound")
         )
         slack = 1 + 1e-9  # where all runs agree, the four are equal up to rounding
-        assert (low <= exact * slack).all() and (exact <= high * slack).all() and (exact <= upper * slack).all()
+        assert (
+            (low <= exact * slack).all()
+            and (exact <= high * slack).all()
+            and (exact <= upper * slack).all()
+        )
         assert (upper <= values["worst_case"] * (1 + 1e-9)).all()
-    assert (np.array(values["epsilon.upper_bound"]) <= values["epsilon.worst_case"] * (1 + 1e-9)).all()
+    assert (
+        np.array(values["epsilon.upper_bound"]) <= values["epsilon.worst_case"] * (1 + 1e-9)
+    ).all()
 
 
 def test_the_exact_composition_of_lenet_keeps_to_its_bounds_and_has_the_epsilon_of_its_order():
@@ -170,14 +208,26 @@ def test_the_exact_composition_of_lenet_keeps_to_its_bounds_and_has_the_epsilon_
     for name, tilted in record.config["exact"].items():
         value = {
             key: np.array(record.values[f"{name}.exact.{key}"])
-            for key in ("low", "exact", "high", "upper_bound", "worst_case", "theorem_3_3", "epsilon")
+            for key in (
+                "low",
+                "exact",
+                "high",
+                "upper_bound",
+                "worst_case",
+                "theorem_3_3",
+                "epsilon",
+            )
         }
         task = task_of(record, name, gradients_look_alike.Task)
         plan = gradients_look_alike.plan_of(task, 60_000)
-        worst = plan.steps * float(gradients_look_alike.divergence(task.max_grad_norm, plan, tilted["order"]))
+        worst = plan.steps * float(
+            gradients_look_alike.divergence(task.max_grad_norm, plan, tilted["order"])
+        )
         assert value["worst_case"] == pytest.approx(worst, rel=1e-4)
         assert (value["low"] <= value["exact"]).all() and (value["exact"] <= value["high"]).all()
-        assert (value["exact"] <= value["upper_bound"]).all() and (value["upper_bound"] <= worst).all()
+        assert (value["exact"] <= value["upper_bound"]).all() and (
+            value["upper_bound"] <= worst
+        ).all()
         assert (value["exact"] < value["theorem_3_3"]).all()
         exact = torch.as_tensor(value["exact"])[:, None]
         assert value["epsilon"] == pytest.approx(

@@ -34,7 +34,11 @@ def unsealed(text):
 
 def record(values=None, **kwargs):
     return records.make(
-        NAME, "paper", values or {"mnist.sigma": 3.4247}, config={"delta": 1e-5, "seeds": [1, 2]}, **kwargs
+        NAME,
+        "paper",
+        values or {"mnist.sigma": 3.4247},
+        config={"delta": 1e-5, "seeds": [1, 2]},
+        **kwargs,
     )
 
 
@@ -51,7 +55,10 @@ def test_a_record_comes_back_as_it_was_written(tmp_path):
         "seeds": MeanSD(96.75, math.nan, 1),
         "nest": {"a": {}},
     }
-    arrays = {"norms": np.arange(6, dtype=np.float32).reshape(2, 3), "nan": np.array([np.nan, np.inf])}
+    arrays = {
+        "norms": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "nan": np.array([np.nan, np.inf]),
+    }
     made = record(
         values,
         arrays=arrays,
@@ -93,7 +100,12 @@ def test_a_record_says_what_it_was_made_with():
 
 def test_values_of_numpy_and_torch_are_unpacked_and_others_refused():
     made = record(
-        {"a": np.float64(1.5), "b": torch.tensor([1.0, 2.0], dtype=torch.float64), "c": np.int64(3), "d": (1, 2)}
+        {
+            "a": np.float64(1.5),
+            "b": torch.tensor([1.0, 2.0], dtype=torch.float64),
+            "c": np.int64(3),
+            "d": (1, 2),
+        }
     )
     assert made.values == {"a": 1.5, "b": [1.0, 2.0], "c": 3, "d": [1, 2]}
     refused("record", record, {"a": object()})
@@ -117,7 +129,11 @@ def test_a_record_is_stale_when_configuration_or_version_differ_but_not_for_othe
     made = record(version=2)
     assert not made.is_stale(config={"delta": 1e-5, "seeds": [7]}, version=2)
     assert not made.is_stale()
-    assert made.is_stale(config={"delta": 1e-6}) and made.is_stale(version=1) and made.is_stale(version=3)
+    assert (
+        made.is_stale(config={"delta": 1e-6})
+        and made.is_stale(version=1)
+        and made.is_stale(version=3)
+    )
     assert made.is_stale(config={"delta": 1e-5, "epochs": 3})
     assert not dataclasses.replace(made, config={"seed": 3}).is_stale(config={"seed": 0})
     assert dataclasses.replace(made, config={"seed": 3}).seeds == [3]
@@ -175,8 +191,12 @@ def test_a_failed_write_leaves_the_old_record_and_no_litter(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("old", [{}, {"a": np.ones(3)}])
 @pytest.mark.parametrize("last", range(4))
-def test_a_writer_that_ends_anywhere_leaves_the_old_record_or_the_new(tmp_path, monkeypatch, old, last):
-    """It ends as if by SIGKILL, after `last` of its changes to the folder; nothing of it runs after that."""
+def test_a_writer_that_ends_anywhere_leaves_the_old_record_or_the_new(
+    tmp_path, monkeypatch, old, last
+):
+    """It ends as if by SIGKILL, after `last` of its changes to the folder; nothing of it runs after
+    that.
+    """
     path = records.write(record({"which": 0}, arrays=old), tmp_path)
 
     class Killed(BaseException):
@@ -200,16 +220,22 @@ def test_a_writer_that_ends_anywhere_leaves_the_old_record_or_the_new(tmp_path, 
         records.write(record({"which": 1}, arrays={"a": np.zeros(3)}), tmp_path)
     found = records.read(path)
     assert {key: array.tolist() for key, array in found.arrays.items()} == (
-        {"a": [0, 0, 0]} if found.values["which"] else {key: array.tolist() for key, array in old.items()}
+        {"a": [0, 0, 0]}
+        if found.values["which"]
+        else {key: array.tolist() for key, array in old.items()}
     )
     # The next writer removes what the killed one left, except what may still be written.
     records.write(record({"which": 2}, arrays={"a": np.full(3, 2.0)}), tmp_path)
-    assert {arrays_of(path), path} == {file for file in path.parent.iterdir() if file.suffix != ".part"}
+    assert {arrays_of(path), path} == {
+        file for file in path.parent.iterdir() if file.suffix != ".part"
+    }
 
 
 @pytest.mark.slow
 def test_writers_that_share_a_process_number_and_a_folder_lose_nothing(tmp_path):
-    """As two containers do: every write is whole, every read finds a whole record, and the folder ends clean."""
+    """As two containers do: every write is whole, every read finds a whole record, and the folder
+    ends clean.
+    """
     code = """
 import os, sys
 import numpy as np
@@ -225,7 +251,10 @@ for i in range(40):
     assert (found.arrays["a"] == found.values["number"]).all()
 """
     run = [sys.executable, "-c", code, str(tmp_path)]
-    writers = [subprocess.Popen([*run, str(i)], stderr=subprocess.PIPE, text=True, encoding="utf-8") for i in range(2)]
+    writers = [
+        subprocess.Popen([*run, str(i)], stderr=subprocess.PIPE, text=True, encoding="utf-8")
+        for i in range(2)
+    ]
     assert [(writer.communicate()[1], writer.returncode) for writer in writers] == [("", 0)] * 2
     path = tmp_path / "idp-sgd" / "table-5.paper.json"
     assert {arrays_of(path), path} == set(path.parent.iterdir())
@@ -248,7 +277,9 @@ def test_the_arrays_of_an_earlier_version_are_read_and_replaced(tmp_path):
 
 
 def test_no_single_bit_of_a_record_can_change_unnoticed(tmp_path):
-    made = record({"a": 0.1, "seeds": MeanSD(96.75, math.nan, 1)}, arrays={"a": np.ones(3)}, command="run")
+    made = record(
+        {"a": 0.1, "seeds": MeanSD(96.75, math.nan, 1)}, arrays={"a": np.ones(3)}, command="run"
+    )
     path = records.write(made, tmp_path)
     for file in (path, arrays_of(path)):
         whole = file.read_bytes()
@@ -261,7 +292,10 @@ def test_no_single_bit_of_a_record_can_change_unnoticed(tmp_path):
             except ValueError:
                 continue
             # White space apart, what reads at all reads as it was written.
-            assert records.hash_of(found.values) == records.hash_of(made.values) and found.config == made.config
+            assert (
+                records.hash_of(found.values) == records.hash_of(made.values)
+                and found.config == made.config
+            )
         file.write_bytes(whole)
 
 
@@ -299,6 +333,8 @@ def test_a_record_tells_whether_its_seeds_drew_otherwise():
     assert dataclasses.replace(made, versions=older).has_earlier_draws
     taken_over = {"pieces": 1, "seconds": 1.0, "commit": None}
     assert dataclasses.replace(made, kept=[{**taken_over, "versions": older}]).has_earlier_draws
-    assert not dataclasses.replace(made, kept=[{**taken_over, "versions": made.versions}]).has_earlier_draws
+    assert not dataclasses.replace(
+        made, kept=[{**taken_over, "versions": made.versions}]
+    ).has_earlier_draws
     # What has neither data nor seeds draws nothing.
     assert not dataclasses.replace(made, versions=older, config={}).has_earlier_draws

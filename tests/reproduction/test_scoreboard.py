@@ -13,12 +13,16 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def test_every_exhibit_of_the_five_papers_has_its_row():
-    assert [one.exhibit.name for one in everything()] == [exhibit.name for exhibit in published.exhibits()]
+    assert [one.exhibit.name for one in everything()] == [
+        exhibit.name for exhibit in published.exhibits()
+    ]
     assert {one.state for one in everything()} <= set(scoreboard.STATES)
     shown = [
         row
         for slug in published.PAPERS
-        for row in scoreboard.Board(scoreboard.exhibit_statuses(slug))._repr_markdown_().splitlines()[2:]
+        for row in scoreboard.Board(scoreboard.exhibit_statuses(slug))
+        ._repr_markdown_()
+        .splitlines()[2:]
     ]
     assert len(shown) == len(everything()) and not [row for row in shown if row.count("|") != 5]
 
@@ -31,14 +35,21 @@ def test_every_record_is_on_the_board():
             continue
         one = by_name()[name]
         judged = one.exhibit.flat() or experiments.criteria(one.exhibit.name)
-        assert one.state != "not run" or not judged, f"{one.exhibit.name} has a record, but stands as not run"
+        assert one.state != "not run" or not judged, (
+            f"{one.exhibit.name} has a record, but stands as not run"
+        )
 
 
 def shown_in(page, calls="compare|run|live|recorded|findings|show"):
-    """The exhibits that a page holds against the paper: in its code, `compare("...")`, `run("...")` and their like."""
+    """The exhibits that a page holds against the paper: in its code, `compare("...")`, `run("...")`
+    and their like.
+    """
     text = page.read_text(encoding="utf-8")
     code = "".join(re.findall(r"```\{code-cell\}.*?\n(.*?)```", text, re.DOTALL))
-    paper = (re.search(r'^PAPER = "([\w-]+)"', code, re.MULTILINE) or [None, page.stem.removesuffix("-exhibits")])[1]
+    paper = (
+        re.search(r'^PAPER = "([\w-]+)"', code, re.MULTILINE)
+        or [None, page.stem.removesuffix("-exhibits")]
+    )[1]
     names = re.findall(rf'\b(?:{calls})\(\s*f?"([^"]+)"', code)
     names = [name.replace("{PAPER}", paper) if "/" in name else f"{paper}/{name}" for name in names]
     return {name for name in names if name in by_name()}
@@ -55,9 +66,13 @@ def test_what_a_chapter_holds_against_the_paper_is_on_the_board_with_its_place()
     found = {name for page in PAGES for name in shown_in(page)}
     assert {"idp-sgd/table-5", "intrinsic-privacy/table-3"} <= found
     for name in found:
-        assert by_name()[name].place is not None, f"{name} is shown in a chapter, but no heading names it"
+        assert by_name()[name].place is not None, (
+            f"{name} is shown in a chapter, but no heading names it"
+        )
     for name in {name for page in PAGES for name in shown_in(page, "run|live|recorded")}:
-        assert by_name()[name].state != "not run", f"{name} is run for a chapter, but stands as not run"
+        assert by_name()[name].state != "not run", (
+            f"{name} is run for a chapter, but stands as not run"
+        )
 
 
 def test_places_are_headings_that_exist():
@@ -96,7 +111,12 @@ def standing(folder, values, preset="paper", name=NAME):
     "values, preset, state, verdicts",
     [
         (
-            {"cifar10.individual": 74.1, "cifar10.maximum": 73.9, "mnist.individual": 97.2, "mnist.maximum": 98.0},
+            {
+                "cifar10.individual": 74.1,
+                "cifar10.maximum": 73.9,
+                "mnist.individual": 97.2,
+                "mnist.maximum": 98.0,
+            },
             "paper",
             "reproduced",
             "3 match, 1 close",
@@ -114,7 +134,12 @@ def standing(folder, values, preset="paper", name=NAME):
             "4 differ",
         ),
         (
-            {"cifar10.individual": 74.1, "cifar10.maximum": 73.9, "mnist.individual": 97.2, "mnist.maximum": 97.2},
+            {
+                "cifar10.individual": 74.1,
+                "cifar10.maximum": 73.9,
+                "mnist.individual": 97.2,
+                "mnist.maximum": 97.2,
+            },
             "quick",
             "in part",
             "4 match",
@@ -130,8 +155,20 @@ def test_a_state_follows_from_the_verdicts(tmp_path, values, preset, state, verd
 @pytest.mark.parametrize(
     "data, tasks, not_run, state, basis",
     [
-        (["mnist", "cifar10"], {"a": "resnet20", "b": "wrn16-4"}, [], "reproduced", "paper record, stale"),
-        (["mnist"], {"a": "resnet20", "b": "wrn16-4"}, [], "in part", "paper record, stale, without cifar10"),
+        (
+            ["mnist", "cifar10"],
+            {"a": "resnet20", "b": "wrn16-4"},
+            [],
+            "reproduced",
+            "paper record, stale",
+        ),
+        (
+            ["mnist"],
+            {"a": "resnet20", "b": "wrn16-4"},
+            [],
+            "in part",
+            "paper record, stale, without cifar10",
+        ),
         (
             ["mnist", "cifar10"],
             {"a": "resnet20", "b": "wrn16-4"},
@@ -142,8 +179,15 @@ def test_a_state_follows_from_the_verdicts(tmp_path, values, preset, state, verd
         ([], {}, [], "reproduced", "paper record, stale"),
     ],
 )
-def test_a_record_without_a_data_set_or_network_of_the_paper_is_a_part(tmp_path, data, tasks, not_run, state, basis):
-    values = {"cifar10.individual": 74.1, "cifar10.maximum": 73.9, "mnist.individual": 97.2, "mnist.maximum": 98.0}
+def test_a_record_without_a_data_set_or_network_of_the_paper_is_a_part(
+    tmp_path, data, tasks, not_run, state, basis
+):
+    values = {
+        "cifar10.individual": 74.1,
+        "cifar10.maximum": 73.9,
+        "mnist.individual": 97.2,
+        "mnist.maximum": 98.0,
+    }
     config = {"tasks": {name: {"model": model} for name, model in tasks.items()}}
     record = records.make(
         NAME,
@@ -160,7 +204,11 @@ def test_a_record_without_a_data_set_or_network_of_the_paper_is_a_part(tmp_path,
 def test_a_record_of_a_part_that_disagrees_contradicts_nothing(tmp_path):
     values = {key: 10.0 for key in published.exhibit(NAME).flat()}
     record = records.make(
-        NAME, "paper", values, config={"tasks": {"a": {"model": "resnet20"}}}, data=[{"name": "mnist"}]
+        NAME,
+        "paper",
+        values,
+        config={"tasks": {"a": {"model": "resnet20"}}},
+        data=[{"name": "mnist"}],
     )
     records.write(record, tmp_path)
     one = scoreboard.exhibit_status(NAME, folder=tmp_path)
@@ -168,12 +216,16 @@ def test_a_record_of_a_part_that_disagrees_contradicts_nothing(tmp_path):
 
 
 def test_the_networks_of_exhibits_are_spelled_as_in_configurations():
-    presets = (config for name in experiments.names() for config in experiments.get(name).presets.values())
+    presets = (
+        config for name in experiments.names() for config in experiments.get(name).presets.values()
+    )
     record = dataclasses.replace(records.find(NAME), values={})
     known = {
         network
         for config in presets
-        for network in experiments.networks(dataclasses.replace(record, config=dataclasses.asdict(config)))
+        for network in experiments.networks(
+            dataclasses.replace(record, config=dataclasses.asdict(config))
+        )
     }
     named = {name for exhibit in published.exhibits() for name in exhibit.networks}
     plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in known}
@@ -183,13 +235,20 @@ def test_the_networks_of_exhibits_are_spelled_as_in_configurations():
 
 def test_an_exhibit_with_an_error_in_it_is_called_wrong_and_the_rest_is_counted(tmp_path):
     one = standing(
-        tmp_path, {"mnist.A.sigma_scale": 2.063, "mnist.A.sigma_p": [3.425, 1.92, 1.424]}, name="idp-sgd/table-7"
+        tmp_path,
+        {"mnist.A.sigma_scale": 2.063, "mnist.A.sigma_p": [3.425, 1.92, 1.424]},
+        name="idp-sgd/table-7",
     )
-    assert one.state == "wrong in the paper" and one.verdicts == "1 matches, 16 wrong in the paper, 58 not run"
+    assert (
+        one.state == "wrong in the paper"
+        and one.verdicts == "1 matches, 16 wrong in the paper, 58 not run"
+    )
 
 
 def judged(folder, outcomes, kind="claim"):
-    """The standing of an exhibit with these outcomes and no numbers, judged by a record of another one."""
+    """The standing of an exhibit with these outcomes and no numbers, judged by a record of another
+    one.
+    """
     standing(folder, {"mnist.individual": 97.2})
     name = "individual-accounting/figure-5"
     with experiments.set_aside(name):
@@ -207,7 +266,9 @@ def judged(folder, outcomes, kind="claim"):
         ([False, "undecided"], "contradicted", "1 fails, 1 undecided"),
     ],
 )
-def test_findings_count_as_numbers_do_and_what_is_open_is_not_reproduced(tmp_path, outcomes, state, verdicts):
+def test_findings_count_as_numbers_do_and_what_is_open_is_not_reproduced(
+    tmp_path, outcomes, state, verdicts
+):
     one = judged(tmp_path, outcomes)
     assert (one.state, one.verdicts) == (state, verdicts) and one.evidence.record.name == NAME
 
@@ -215,22 +276,33 @@ def test_findings_count_as_numbers_do_and_what_is_open_is_not_reproduced(tmp_pat
 @pytest.mark.parametrize("kind, whose", [("own", "ours"), ("refutes", "against the paper")])
 def test_own_results_and_refutations_reproduce_nothing(tmp_path, kind, whose):
     one = judged(tmp_path, [True, True], kind=kind)
-    assert one.state != "reproduced" and one.verdicts == f"{whose}: 2 hold" and one.outcomes.findings == {}
+    assert (
+        one.state != "reproduced"
+        and one.verdicts == f"{whose}: 2 hold"
+        and one.outcomes.findings == {}
+    )
     found = scoreboard.sums([one])
     assert found[kind] == {"holds": 2} and found["claim"] == {}
 
 
 def test_what_disagrees_contradicts_nothing_where_settings_are_not_printed():
     one = by_name()["intrinsic-privacy/figures-6-7"]
-    assert one.exhibit.unprinted and set(one.outcomes.numbers) == {"differs"} and "holds" in one.outcomes.findings
+    assert (
+        one.exhibit.unprinted
+        and set(one.outcomes.numbers) == {"differs"}
+        and "holds" in one.outcomes.findings
+    )
     assert one.state == "in part" and one.basis.endswith("settings not printed")
 
 
 def test_a_stand_in_runs_none_of_the_numbers_of_the_paper():
     for paper in ("per-instance-accounting", "individual-accounting"):
         one = by_name()[f"{paper}/table-2"]
-        assert "stand-in" in one.basis and set(one.outcomes.numbers) == {"not run"}, "one rule for both versions"
-        # Of the later version the paper's network was run, too, for some of its epochs: findings, and no numbers.
+        assert "stand-in" in one.basis and set(one.outcomes.numbers) == {"not run"}, (
+            "one rule for both versions"
+        )
+        # Of the later version the paper's network was run, too, for some of its epochs: findings,
+        # and no numbers.
         later = paper == "individual-accounting"
         assert one.outcomes.own == {"holds": 1 + later} and one.outcomes.smaller == {"holds": 1} | (
             {"fails": 1} if later else {}
@@ -252,36 +324,52 @@ def test_numbers_without_a_record_count_as_not_run_and_times_and_settings_do_not
     assert (
         by_name()["per-instance-accounting/text-cost"].outcomes.numbers == {}
     )  # seconds and hours of the authors' machine
-    assert by_name()["individual-accounting/table-1"].outcomes.numbers == {}  # evaluations, which hold by construction
+    # evaluations, which hold by construction
+    assert by_name()["individual-accounting/table-1"].outcomes.numbers == {}
     assert by_name()["intrinsic-privacy/table-2"].outcomes.numbers == {}  # hyperparameters
 
 
 def test_what_is_no_error_of_a_paper_is_not_called_one():
-    assert by_name()["individual-accounting/theorem-3.1"].state == "vacuous"  # 0 <= 0, which is true
-    assert by_name()["gradients-look-alike/corollary-3.1"].state == "reproduced"  # garbled in our copy alone
+    # 0 <= 0, which is true
+    assert by_name()["individual-accounting/theorem-3.1"].state == "vacuous"
+    # garbled in our copy alone
+    assert by_name()["gradients-look-alike/corollary-3.1"].state == "reproduced"
     fact = by_name()["gradients-look-alike/definition-5.1-fact-5.2"]
     assert fact.state != "wrong in the paper"
-    # The printed constant is the larger one at every order where it is defined, so what it bounds stays bounded.
-    assert all((order - 1) / (order - 2) > (order - 0.5) / (order - 1) for order in (2.001, 3, 8, 1024))
+    # The printed constant is the larger one at every order where it is defined, so what it bounds
+    # stays bounded.
+    assert all(
+        (order - 1) / (order - 2) > (order - 0.5) / (order - 1) for order in (2.001, 3, 8, 1024)
+    )
     # Criteria of ours that the papers do not state.
     for name in ("gradients-look-alike/figure-1", "gradients-look-alike/figure-2"):
         one = by_name()[name]
-        assert "fails" not in {**one.outcomes.findings, **one.outcomes.smaller} and one.outcomes.own["fails"] > 0
+        assert (
+            "fails" not in {**one.outcomes.findings, **one.outcomes.smaller}
+            and one.outcomes.own["fails"] > 0
+        )
 
 
 def test_nothing_that_is_open_is_called_reproduced_and_the_sums_are_those_of_the_rows():
     for one in everything():
         if one.state == "reproduced":
-            assert not {"fails", "undecided"} & set(one.outcomes.findings) and "differs" not in one.outcomes.numbers, (
-                one.exhibit.name
-            )
+            assert (
+                not {"fails", "undecided"} & set(one.outcomes.findings)
+                and "differs" not in one.outcomes.numbers
+            ), one.exhibit.name
             assert not one.outcomes.smaller or one.outcomes.numbers or one.outcomes.findings, (
                 f"{one.exhibit.name}: smaller runs reproduce nothing"
             )
     found = scoreboard.sums(everything())
-    assert found["claim"]["holds"] == sum(one.outcomes.findings.get("holds", 0) for one in everything())
-    assert found["smaller"]["holds"] == sum(one.outcomes.smaller.get("holds", 0) for one in everything())
-    assert sum(found["numbers"].values()) == sum(sum(one.outcomes.numbers.values()) for one in everything())
+    assert found["claim"]["holds"] == sum(
+        one.outcomes.findings.get("holds", 0) for one in everything()
+    )
+    assert found["smaller"]["holds"] == sum(
+        one.outcomes.smaller.get("holds", 0) for one in everything()
+    )
+    assert sum(found["numbers"].values()) == sum(
+        sum(one.outcomes.numbers.values()) for one in everything()
+    )
 
 
 def test_without_a_record_and_an_experiment_an_exhibit_says_what_it_needs(tmp_path, monkeypatch):
@@ -316,13 +404,22 @@ def test_a_gap_names_the_command_that_fills_it_or_what_has_to_be_written(tmp_pat
     assert {one.exhibit.name for one in everything() if one.exhibit.tests and one.to_do} == set()
     for one in filter(lambda one: one.to_do, everything()):
         for words in (command.split() for command in one.to_do[1].split(" && ")):
-            assert words[:2] == ["dpcompanion", "run"] and words[3:5] == ["--preset", "paper"], one.to_do
+            assert words[:2] == ["dpcompanion", "run"] and words[3:5] == ["--preset", "paper"], (
+                one.to_do
+            )
             assert "paper" in experiments.get(words[2]).presets, one.to_do
     command = f"dpcompanion run {NAME} --preset paper --device cuda"
     empty = scoreboard.exhibit_status(NAME, folder=tmp_path)
     assert empty.to_do == ("all of it (cifar10, mnist)", command)
-    config = {"tasks": {"cifar10": {"model": "wrn16-4", "needs": "a GPU, a day"}, "mnist": {"model": "cnn"}}}
-    record = records.make(NAME, "paper", {"not_run": ["cifar10"]}, config=config, data=[{"name": "mnist"}])
+    config = {
+        "tasks": {
+            "cifar10": {"model": "wrn16-4", "needs": "a GPU, a day"},
+            "mnist": {"model": "cnn"},
+        }
+    }
+    record = records.make(
+        NAME, "paper", {"not_run": ["cifar10"]}, config=config, data=[{"name": "mnist"}]
+    )
     records.write(record, tmp_path)
     part = scoreboard.exhibit_status(NAME, folder=tmp_path)
     assert part.to_do == ("cifar10 (a GPU, a day)", command)
@@ -330,7 +427,10 @@ def test_a_gap_names_the_command_that_fills_it_or_what_has_to_be_written(tmp_pat
 
 def test_a_preset_that_was_never_run_is_no_quick_run(tmp_path):
     one = scoreboard.exhibit_status("idp-sgd/table-10", folder=tmp_path)
-    assert set(one.experiment.presets) == {"paper"} and (one.state, one.basis) == ("not run", "ready to run")
+    assert set(one.experiment.presets) == {"paper"} and (one.state, one.basis) == (
+        "not run",
+        "ready to run",
+    )
 
 
 def test_what_another_exhibits_quick_run_decides_is_shown_live(tmp_path):
@@ -338,13 +438,19 @@ def test_what_another_exhibits_quick_run_decides_is_shown_live(tmp_path):
         one = scoreboard.exhibit_status(f"idp-sgd/{name}", folder=tmp_path)
         assert "quick" in one.experiment.presets and one.experiment.name != one.exhibit.name
         assert (one.state, one.basis) == ("undecided", "quick run, live")
-    one = scoreboard.exhibit_status("per-instance-accounting/text-worst-case-share", folder=tmp_path)
-    assert one.state == "not run", "a result of ours that a quick run has shows nothing of the paper's"
+    one = scoreboard.exhibit_status(
+        "per-instance-accounting/text-worst-case-share", folder=tmp_path
+    )
+    assert one.state == "not run", (
+        "a result of ours that a quick run has shows nothing of the paper's"
+    )
 
 
 def of_part(folder, name, values, model="resnet20", data="mnist"):
     """A record at the paper's scale, written, of an exhibit or a part of one."""
-    record = records.make(name, "paper", values, config={"task": {"model": model}, "kinds": []}, data=[{"name": data}])
+    record = records.make(
+        name, "paper", values, config={"task": {"model": model}, "kinds": []}, data=[{"name": data}]
+    )
     records.write(record, folder)
     return record
 
@@ -352,10 +458,18 @@ def of_part(folder, name, values, model="resnet20", data="mnist"):
 def test_a_part_counts_with_the_exhibits_own_record_and_without_it(tmp_path):
     of_part(tmp_path, "idp-sgd/table-2-cifar10-a", {"cifar10.A.dpsgd": 10.0})
     one = scoreboard.exhibit_status("idp-sgd/table-2", folder=tmp_path)
-    assert one.outcomes.numbers["differs"] == 1 and one.evidence.record.name == "idp-sgd/table-2-cifar10-a"
-    assert one.to_do[1].startswith("dpcompanion run idp-sgd/table-2-cifar10-b "), "the parts come first"
+    assert (
+        one.outcomes.numbers["differs"] == 1
+        and one.evidence.record.name == "idp-sgd/table-2-cifar10-a"
+    )
+    assert one.to_do[1].startswith("dpcompanion run idp-sgd/table-2-cifar10-b "), (
+        "the parts come first"
+    )
     of_part(tmp_path, "idp-sgd/table-2", {"mnist.A.dpsgd": 10.0})
-    assert scoreboard.exhibit_status("idp-sgd/table-2", folder=tmp_path).outcomes.numbers["differs"] == 2
+    assert (
+        scoreboard.exhibit_status("idp-sgd/table-2", folder=tmp_path).outcomes.numbers["differs"]
+        == 2
+    )
     assert len(scoreboard.compared([one])[0][1].rows) == 18
 
 
@@ -365,11 +479,16 @@ def test_what_a_part_has_of_the_papers_network_counts_before_a_stand_in(tmp_path
     own = of_part(tmp_path, exhibit.name, {first: 1e6, second: 1e6}, model="mlp")
     assert states.values_of(exhibit, own) == ({first: 1e6, second: 1e6}, {first, second})
     part = of_part(tmp_path, f"{exhibit.name}-resnet20", {first: float(exhibit[first])})
-    assert states.values_of(exhibit, own, [part]) == ({first: float(exhibit[first]), second: 1e6}, {second})
+    assert states.values_of(exhibit, own, [part]) == (
+        {first: float(exhibit[first]), second: 1e6},
+        {second},
+    )
     with experiments.set_aside(exhibit.name):  # its criteria ask for more than these records hold
         one = scoreboard.exhibit_status(exhibit.name, folder=tmp_path)
     assert (
-        one.outcomes.numbers["matches"] == 1 and "differs" not in one.outcomes.numbers and "stand-in" not in one.basis
+        one.outcomes.numbers["matches"] == 1
+        and "differs" not in one.outcomes.numbers
+        and "stand-in" not in one.basis
     )
 
 
@@ -378,25 +497,35 @@ def test_settings_and_numbers_of_other_tables_are_no_results():
     assert one.state == "reproduced" and sum(one.outcomes.numbers.values()) == 6
     for exhibit in published.exhibits():
         for pattern in exhibit.given:
-            assert any(exhibit.is_given(key) for key in exhibit.flat()), f"{exhibit.name}: {pattern}"
+            assert any(exhibit.is_given(key) for key in exhibit.flat()), (
+                f"{exhibit.name}: {pattern}"
+            )
 
 
 def test_another_exhibits_tasks_that_were_not_run_leave_an_exhibit_whole():
     one = by_name()["idp-sgd/figure-1"]
-    assert one.evidence.record.name == "idp-sgd/table-2" and one.evidence.record.values["not_run"] and one.to_do is None
+    assert (
+        one.evidence.record.name == "idp-sgd/table-2"
+        and one.evidence.record.values["not_run"]
+        and one.to_do is None
+    )
 
 
 @pytest.mark.parametrize("sample, left", [([90.0, 96.0, 93.0], True), ([95.0, 95.1, 95.2], False)])
 def test_what_too_few_seeds_leave_undecided_names_more_of_them(tmp_path, sample, left):
     kept = by_name()["idp-sgd/table-14"].evidence.record
-    accuracies = {f"weight_{weight}": [90.0, 90.1, 90.2] for weight in (0, 25, 50, 75)} | {"weight_100": sample}
+    accuracies = {f"weight_{weight}": [90.0, 90.1, 90.2] for weight in (0, 25, 50, 75)} | {
+        "weight_100": sample
+    }
     values = {key: records.mean_and_sd(each) for key, each in accuracies.items()}
     values |= {f"{key}.final": each for key, each in accuracies.items()}
     config = {**kept.config, "seeds": [0, 1, 2]}
     records.write(records.make(kept.name, "paper", values, config=config, data=kept.data), tmp_path)
     one = scoreboard.exhibit_status(kept.name, folder=tmp_path)
     more = f"dpcompanion run {kept.name} --preset paper --seeds 0 1 2 3 4 5"
-    assert one.to_do is None and one.more_seeds == (("1 claim with 3 seeds", more) if left else None)
+    assert one.to_do is None and one.more_seeds == (
+        ("1 claim with 3 seeds", more) if left else None
+    )
 
 
 @pytest.mark.parametrize("exhibit", ["figure-2", "table-12", "figures-8-10"])
@@ -413,12 +542,16 @@ def test_a_shortened_run_of_what_judges_an_exhibit_leaves_the_whole_one_to_do(tm
     for name in ("figure-2-short", "figures-8-10-short"):
         config = dataclasses.asdict(experiments.get(f"idp-sgd/{name}").presets["paper"])
         records.write(
-            records.make(f"idp-sgd/{name}", "paper", values, config=config, data=[{"name": "cifar10"}]), tmp_path
+            records.make(
+                f"idp-sgd/{name}", "paper", values, config=config, data=[{"name": "cifar10"}]
+            ),
+            tmp_path,
         )
     one = scoreboard.exhibit_status(f"idp-sgd/{exhibit}", folder=tmp_path)
     assert (
         one.to_do[0].startswith(
-            "more than 17 of 517 networks, 12 of them shadow models, with pooled variances, on CIFAR-10"
+            "more than 17 of 517 networks, 12 of them shadow models, with pooled variances, on "
+            "CIFAR-10"
         )
         and one.to_do[1] == whole
     )
@@ -428,7 +561,11 @@ def test_a_shortened_run_of_what_judges_an_exhibit_leaves_the_whole_one_to_do(tm
 @pytest.mark.parametrize(
     "exhibit, left, whole",
     [
-        ("figures-5-6", "cifar10, more than 5 of 80 epochs on MNIST", ["figures-5-6-cifar10", "figures-5-6"]),
+        (
+            "figures-5-6",
+            "cifar10, more than 5 of 80 epochs on MNIST",
+            ["figures-5-6-cifar10", "figures-5-6"],
+        ),
         ("table-11", "more than 5 of 80 epochs on MNIST", ["table-11"]),
         ("figure-7", "more than 5 of 80 epochs on MNIST", ["table-11"]),
     ],
@@ -444,14 +581,20 @@ def test_shortened_runs_of_classes_leave_whole_ones_to_do(tmp_path, exhibit, lef
         config = dataclasses.asdict(experiments.get(f"idp-sgd/{name}").presets["paper"])
         assert config["task"]["training"]["epochs"] == 5
         records.write(
-            records.make(f"idp-sgd/{name}", "paper", values, config=config, data=[{"name": "mnist"}]), tmp_path
+            records.make(
+                f"idp-sgd/{name}", "paper", values, config=config, data=[{"name": "mnist"}]
+            ),
+            tmp_path,
         )
     one = scoreboard.exhibit_status(f"idp-sgd/{exhibit}", folder=tmp_path)
     todo, commands = one.to_do
     assert todo.startswith(left)
-    assert [part.split()[2] for part in commands.split(" && ")] == [f"idp-sgd/{name}" for name in whole]
-    # Budgets that our search found are ours; the printed ones were tuned for all epochs, and five do not judge them.
-    assert (one.outcomes.smaller if exhibit == "figures-5-6" else one.outcomes.own)["holds"] >= 1 and not sum(
-        one.outcomes.findings.values()
-    )
+    assert [part.split()[2] for part in commands.split(" && ")] == [
+        f"idp-sgd/{name}" for name in whole
+    ]
+    # Budgets that our search found are ours; the printed ones were tuned for all epochs, and five
+    # do not judge them.
+    assert (one.outcomes.smaller if exhibit == "figures-5-6" else one.outcomes.own)[
+        "holds"
+    ] >= 1 and not sum(one.outcomes.findings.values())
     assert exhibit == "figures-5-6" or not one.outcomes.smaller

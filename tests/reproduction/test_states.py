@@ -7,7 +7,9 @@ from dpcompanion.reproduction import published, records, states
 PLAIN = published.Exhibit(
     "idp-sgd", "table-5", "table", "a title", "a place", data=("mnist", "svhn"), networks=("cnn",)
 )
-RECORD = records.make(PLAIN.name, "paper", {"a": 1.0}, config={"model": "cnn"}, data=[{"name": "mnist"}])
+RECORD = records.make(
+    PLAIN.name, "paper", {"a": 1.0}, config={"model": "cnn"}, data=[{"name": "mnist"}]
+)
 QUICK = dataclasses.replace(RECORD, preset="quick")
 
 
@@ -36,9 +38,14 @@ QUICK = dataclasses.replace(RECORD, preset="quick")
         ({"vacuous": True}, {"matches": 2}, {"holds": 1}, RECORD, False, False, "vacuous"),
     ],
 )
-def test_a_state_follows_from_counts_and_from_what_is_left(exhibit, numbers, held, record, left, live, state):
+def test_a_state_follows_from_counts_and_from_what_is_left(
+    exhibit, numbers, held, record, left, live, state
+):
     found = dataclasses.replace(PLAIN, **exhibit)
-    assert states.state(found, numbers, held, record, some_tasks=left, live=live) == state and state in states.STATES
+    assert (
+        states.state(found, numbers, held, record, some_tasks=left, live=live) == state
+        and state in states.STATES
+    )
 
 
 def test_data_and_networks_are_missing_that_no_record_has():
@@ -46,7 +53,11 @@ def test_data_and_networks_are_missing_that_no_record_has():
     other = dataclasses.replace(RECORD, data=[{"name": "svhn"}], config={"model": "mlp"})
     assert states.missing(PLAIN, [other]) == ("mnist", "cnn")
     assert states.missing(PLAIN, [RECORD, other]) == ()
-    assert states.missing(PLAIN, [dataclasses.replace(RECORD, data=[])]) == () == states.missing(PLAIN, [])
+    assert (
+        states.missing(PLAIN, [dataclasses.replace(RECORD, data=[])])
+        == ()
+        == states.missing(PLAIN, [])
+    )
 
 
 def test_tasks_are_not_run_that_the_exhibits_own_record_leaves_out_and_no_part_has():

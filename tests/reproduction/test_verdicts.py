@@ -1,4 +1,6 @@
-"""Verdicts do not hang on the last digits: every statistic is moved by a billionth of itself, and none turns."""
+"""Verdicts do not hang on the last digits: every statistic is moved by a billionth of itself, and
+none turns.
+"""
 
 import dataclasses
 
@@ -12,7 +14,8 @@ JUDGES = {}
 for _criterion in experiments.criteria():
     JUDGES.setdefault(_criterion.of, {})[_criterion.exhibit] = None
 RECORDED = [name for name in JUDGES if records.find(name) is not None]
-# Quick runs of a few seconds; among them those whose verdicts were seen to turn with the rounding of the machine.
+# Quick runs of a few seconds; among them those whose verdicts were seen to turn with the rounding
+# of the machine.
 LIVE = (
     "intrinsic-privacy/theorem-2",
     "intrinsic-privacy/figure-2",
@@ -34,12 +37,19 @@ def moved(value, random, size=1e-9):
     if isinstance(value, (list, tuple)):
         return [moved(entry, random, size) for entry in value]
     if isinstance(value, np.ndarray):
-        return value * (1 + size * random.uniform(-1, 1, value.shape)) if value.dtype.kind == "f" else value
+        return (
+            value * (1 + size * random.uniform(-1, 1, value.shape))
+            if value.dtype.kind == "f"
+            else value
+        )
     return value * (1 + size * random.uniform(-1, 1)) if isinstance(value, float) else value
 
 
 def outcomes(record, exhibit):
-    return [(row.criterion, row.where, row.outcome) for row in experiments.findings(record, exhibit).rows]
+    return [
+        (row.criterion, row.where, row.outcome)
+        for row in experiments.findings(record, exhibit).rows
+    ]
 
 
 def stands(record):
@@ -73,7 +83,9 @@ def test_no_live_verdict_depends_on_the_last_digits(name):
     assert found and all(rows for rows in found.values())
     if name in ("per-instance-accounting/figure-7", "individual-accounting/figure-11"):
         # Ten classes of one run: 0.09 to 0.61 and 0.62 to 0.79 under other roundings, against 0.5.
-        tossed = [outcome for criterion, _, outcome in found[name] if "rank correlation" in criterion]
+        tossed = [
+            outcome for criterion, _, outcome in found[name] if "rank correlation" in criterion
+        ]
         assert tossed == ["undecided"]
 
 
@@ -81,13 +93,17 @@ def test_kinds_are_those_that_are_counted_apart():
     own = {criterion.exhibit for criterion in experiments.criteria() if criterion.kind == "own"}
     assert {"individual-accounting/theorem-3.1", "gradients-look-alike/theorem-3.6"} <= own
     assert {criterion.kind for criterion in experiments.criteria()} <= set(published.FINDINGS)
-    refuting = [criterion.exhibit for criterion in experiments.criteria() if criterion.kind == "refutes"]
+    refuting = [
+        criterion.exhibit for criterion in experiments.criteria() if criterion.kind == "refutes"
+    ]
     assert refuting == ["per-instance-accounting/algorithm-1"]
 
 
 def test_a_run_of_one_seed_decides_nothing_about_seeds():
     record = records.find("idp-sgd/table-9")
-    values = {key: value[:1] if key.endswith(".final") else value for key, value in record.values.items()}
+    values = {
+        key: value[:1] if key.endswith(".final") else value for key, value in record.values.items()
+    }
     rows = experiments.findings(dataclasses.replace(record, values=values)).rows
     assert rows and {row.outcome for row in rows} == {"undecided"}
     assert all("no interval" in row.ours for row in rows)

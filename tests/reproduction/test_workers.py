@@ -1,4 +1,6 @@
-"""Pieces done by processes, by Dask and Ray, and by runs that share a folder; workers are killed in each."""
+"""Pieces done by processes, by Dask and Ray, and by runs that share a folder; workers are killed in
+each.
+"""
 
 import contextlib
 import itertools
@@ -16,7 +18,9 @@ NAMES = [f"seed-{number}" for number in range(6)]
 
 
 def noting(folder, killed=(), times=1):
-    """Work that leaves a file for each start, and whose process is killed at some pieces, the first `times` times."""
+    """Work that leaves a file for each start, and whose process is killed at some pieces, the first
+    `times` times.
+    """
 
     def work(name):
         starts = len(list(folder.glob(f"{name}.start.*")))
@@ -31,7 +35,9 @@ def noting(folder, killed=(), times=1):
 def starts(folder):
     """How often each piece was started, and by which processes."""
     found = [path.name.split(".") for path in folder.glob("*.start.*")]
-    return {name: sum(each[0] == name for each in found) for name in NAMES}, {int(each[3]) for each in found}
+    return {name: sum(each[0] == name for each in found) for name in NAMES}, {
+        int(each[3]) for each in found
+    }
 
 
 def resumable(work, folder, names=NAMES):
@@ -45,7 +51,9 @@ EXPECTED = {name: {"seed": number, "square": number**2} for number, name in enum
 def dask():
     """A real cluster of Dask on this machine, of two processes."""
     distributed = pytest.importorskip("distributed", reason="pip install 'dpcompanion[cluster]'")
-    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, dashboard_address=None
+    ) as cluster:
         with distributed.Client(cluster), joblib.parallel_config("dask"):
             yield
 
@@ -85,7 +93,8 @@ def test_a_worker_that_is_killed_costs_the_piece_that_it_was_at(cluster, tmp_pat
     assert done == EXPECTED and list(done) == NAMES
     counts, processes = starts(tmp_path)
     assert counts["seed-1"] == 2 and os.getpid() not in processes and len(processes) >= 2
-    # A pool of joblib, and Ray's, ends with its first lost worker, so that the other worker's piece starts again, too.
+    # A pool of joblib, and Ray's, ends with its first lost worker, so that the other worker's piece
+    # starts again, too.
     assert sum(counts.values()) - len(NAMES) <= (1 if cluster is own else 2)
     # What is on the disk is whole, and is not done again, whoever asks.
     assert resumable(noting(tmp_path, killed=NAMES), tmp_path) == EXPECTED
@@ -122,9 +131,14 @@ def test_without_a_back_end_all_is_done_here(tmp_path):
     assert starts(tmp_path)[1] == {os.getpid()}
 
 
-def test_a_piece_that_no_worker_left_in_the_folder_says_that_it_must_be_shared(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "each", lambda work, names, already: ((name, None) for name in names))
-    monkeypatch.setattr(pieces.time, "monotonic", itertools.count(step=100).__next__)  # a minute and more at each look
+def test_a_piece_that_no_worker_left_in_the_folder_says_that_it_must_be_shared(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        workers, "each", lambda work, names, already: ((name, None) for name in names)
+    )
+    # a minute and more at each look
+    monkeypatch.setattr(pieces.time, "monotonic", itertools.count(step=100).__next__)
     monkeypatch.setattr(pieces.time, "sleep", lambda seconds: None)
     with pytest.raises(RuntimeError, match="workers"):
         resumable(noting(tmp_path), tmp_path)
@@ -170,7 +184,9 @@ def test_a_share_that_there_is_not_is_refused(capsys):
 
 @pytest.fixture
 def table():
-    """An experiment of four short pieces, under the name of table 8, as (its name, what was done)."""
+    """An experiment of four short pieces, under the name of table 8, as (its name, what was
+    done).
+    """
     from dpcompanion.reproduction import experiments
 
     found, done = experiments.get("idp-sgd/table-8"), []
@@ -191,11 +207,16 @@ def test_the_command_line_shards_and_merges(capsys, tmp_path, table):
     name, done = table
 
     def said(command, *options, status=0):
-        assert cli.main([command, name, "--preset", "paper", "--out", str(tmp_path), *options]) == status
+        assert (
+            cli.main([command, name, "--preset", "paper", "--out", str(tmp_path), *options])
+            == status
+        )
         return capsys.readouterr()
 
     assert "the share 1/3 is done; 2 pieces" in said("run", "--shard", "1/3").out
-    assert "seed-1, seed-2" in said("merge", status=2).err and not list(tmp_path.rglob("*.paper.json"))
+    assert "seed-1, seed-2" in said("merge", status=2).err and not list(
+        tmp_path.rglob("*.paper.json")
+    )
     assert "the share 3/3 is done; 1 pieces" in said("run", "--shard", "3/3").out
     assert "the record" in said("run", "--shard", "2/3").out
     assert sorted(done) == NAMES[:4] and list(tmp_path.rglob("table-8.paper.json"))
@@ -212,4 +233,6 @@ def test_the_command_line_merges_what_shards_have_done(capsys, tmp_path, table):
                 patch.setattr(pieces, "discard", lambda folder: None)
                 experiments.run(table[0], preset="paper", out=tmp_path)
     assert cli.main(["merge", table[0], "--preset", "paper", "--out", str(tmp_path)]) == 0
-    assert sorted(table[1]) == NAMES[:4] and list(pathlib.Path(tmp_path).rglob("table-8.paper.json"))
+    assert sorted(table[1]) == NAMES[:4] and list(
+        pathlib.Path(tmp_path).rglob("table-8.paper.json")
+    )

@@ -1,7 +1,8 @@
 """Run the trial: `python -m tests.soundness [PIECE ...] [--seed 0] [--seconds N] [--fresh]`.
 
-Every case is a line of .soundness/PIECE-SEED.jsonl once it is done, and no later run does it again: a trial may be
-stopped at any time and goes on where it was. A case that was a violation is tried again.
+Every case is a line of .soundness/PIECE-SEED.jsonl once it is done, and no later run does it again:
+a trial may be stopped at any time and goes on where it was. A case that was a violation is tried
+again.
 """
 
 import argparse
@@ -25,11 +26,20 @@ DONE = pathlib.Path(__file__).resolve().parents[2] / ".soundness"
 
 def main():
     parser = argparse.ArgumentParser(
-        prog="python -m tests.soundness", description="Random cases against oracles.", allow_abbrev=False
+        prog="python -m tests.soundness",
+        description="Random cases against oracles.",
+        allow_abbrev=False,
     )
-    parser.add_argument("pieces", nargs="*", metavar="PIECE", help=f"of {', '.join(PIECES)}; all by default")
+    parser.add_argument(
+        "pieces", nargs="*", metavar="PIECE", help=f"of {', '.join(PIECES)}; all by default"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long; a later run goes on")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="stop after so long; a later run goes on",
+    )
     parser.add_argument("--fresh", action="store_true", help="forget what earlier runs have done")
     options = parser.parse_args()
     if unknown := set(options.pieces) - set(PIECES):
@@ -68,7 +78,10 @@ def run(piece, seed, count, path, until):
             except Exception as error:
                 said = [f"{type(error).__name__}: {error}"]
             seconds = round(_processor_seconds() - started, 3)
-            file.write(json.dumps({"case": index, "said": said, "seconds": seconds, "commit": commit}) + "\n")
+            file.write(
+                json.dumps({"case": index, "said": said, "seconds": seconds, "commit": commit})
+                + "\n"
+            )
             file.flush()
             for line in said or ():
                 print(f"case {index}: {case}: {line}", flush=True)
@@ -88,11 +101,15 @@ def read(path):
 
 def note(name, seed, done, table):
     """Put what was run into the table."""
-    unresolved, wrong = (sum(map(of, done.values())) for of in (lambda d: d["said"] is None, lambda d: bool(d["said"])))
+    unresolved, wrong = (
+        sum(map(of, done.values()))
+        for of in (lambda d: d["said"] is None, lambda d: bool(d["said"]))
+    )
     commits = ", ".join(dict.fromkeys(line["commit"] for line in done.values()))
     row = (
         f"| {name} | {PIECES[name][0]:,} | {len(done):,} | {unresolved:,} | {wrong} | {seed} | "
-        f"{sum(line['seconds'] for line in done.values()):.0f} | {commits} | {datetime.date.today().isoformat()} |"
+        f"{sum(line['seconds'] for line in done.values()):.0f} | {commits} | "
+        f"{datetime.date.today().isoformat()} |"
     )
     text = table.read_text(encoding="utf-8")
     table.write_text(re.sub(rf"^\| {name} \|.*$", row, text, flags=re.MULTILINE), encoding="utf-8")
@@ -106,7 +123,10 @@ def _processor_seconds():
 def _commit():
     """The commit that is tried; with a plus where the tree differs from it."""
     git = ["git", "-C", str(DONE.parent), "describe", "--always", "--exclude=*", "--dirty=+"]
-    return subprocess.run(git, capture_output=True, text=True, encoding="utf-8").stdout.strip() or "no commit"
+    return (
+        subprocess.run(git, capture_output=True, text=True, encoding="utf-8").stdout.strip()
+        or "no commit"
+    )
 
 
 if __name__ == "__main__":

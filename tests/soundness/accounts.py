@@ -1,4 +1,6 @@
-"""`compute_epsilon` by both accountants: the true delta at its epsilon is not above the delta that was asked for."""
+"""`compute_epsilon` by both accountants: the true delta at its epsilon is not above the delta that
+was asked for.
+"""
 
 import math
 import random
@@ -25,7 +27,10 @@ def cases(seed, count):
 
 def violations(case):
     run = case["sample_rate"], case["noise_multiplier"], case["steps"]
-    claims = {accountant: compute_epsilon(**case, accountant=accountant) for accountant in ACCOUNTANTS}
-    least = min(claims, key=claims.get)  # delta falls with epsilon: what holds here holds for the others
+    claims = {
+        accountant: compute_epsilon(**case, accountant=accountant) for accountant in ACCOUNTANTS
+    }
+    # delta falls with epsilon: what holds here holds for the others
+    least = min(claims, key=claims.get)
     said = verdict([run], claims[least], case["delta"])
     return None if said is None else [f"{least}: {said}"] if said else []

@@ -1,5 +1,6 @@
-"""One flipped bit in a record, its arrays, or a checkpoint of `train` or of the engine: refused with ValueError, or
-read as it was written."""
+"""One flipped bit in a record, its arrays, or a checkpoint of `train` or of the engine: refused
+with ValueError, or read as it was written.
+"""
 
 import functools
 import pathlib
@@ -62,9 +63,9 @@ def _record(case):
             found = records.read(path)
         except ValueError:
             return []
-        same = records.hash_of([found.values, found.config]) == records.hash_of([made.values, made.config]) and all(
-            np.array_equal(found.arrays[name], array) for name, array in ARRAYS.items()
-        )
+        same = records.hash_of([found.values, found.config]) == records.hash_of(
+            [made.values, made.config]
+        ) and all(np.array_equal(found.arrays[name], array) for name, array in ARRAYS.items())
         return [] if same else ["read, and not as it was written"]
 
 
@@ -75,9 +76,13 @@ def _trained(path):
     """A run of `train` that goes on from `path` where there is a file."""
     torch.manual_seed(0)
     model = torch.nn.Linear(5, 3)
-    plan = DPSGDPlan(n=12, sample_rate=0.5, steps=2, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+    plan = DPSGDPlan(
+        n=12, sample_rate=0.5, steps=2, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train(model, cross_entropy, DATA, plan, optimizer=optimizer, seed=0, checkpoint=Checkpoint(path))
+    train(
+        model, cross_entropy, DATA, plan, optimizer=optimizer, seed=0, checkpoint=Checkpoint(path)
+    )
     return [2, *model.parameters()]
 
 
@@ -129,5 +134,7 @@ def _checkpoint(case):
             found = (_trained if case["file"] == "train" else _loaded)(path)
         except ValueError:
             return []
-        same = all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found, expected))
+        same = all(
+            torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found, expected)
+        )
         return [] if same else ["loaded, and not as it was written"]

@@ -1,9 +1,10 @@
 """Clipping on random networks, against autograd one example at a time.
 
-A case draws a network (layers in random order, in-place activations, views, shared and tied weights, frozen parts,
-residual paths, functional mixing of examples), a dtype, data (a few of which overflow) and a method, and asks for it
-the way that the trainers do: `resolve_method` first, then norms and clipped sum.  The library may refuse by
-ValueError; what it returns must be right.  Networks that mix examples have no right answer and must be refused.
+A case draws a network (layers in random order, in-place activations, views, shared and tied
+weights, frozen parts, residual paths, functional mixing of examples), a dtype, data (a few of which
+overflow) and a method, and asks for it the way that the trainers do: `resolve_method` first, then
+norms and clipped sum. The library may refuse by ValueError; what it returns must be right. Networks
+that mix examples have no right answer and must be refused.
 
 The oracle is `torch.autograd.grad` of each example's loss alone, in the network's own type.
 """
@@ -76,7 +77,9 @@ def vectors(draw):
                     lambda: linear,
                     lambda: nn.utils.parametrizations.weight_norm(linear),
                     lambda: Scaled(linear),
-                    lambda: nn.Sequential(linear, nn.LayerNorm(after, elementwise_affine=draw.random() < 0.8)),
+                    lambda: nn.Sequential(
+                        linear, nn.LayerNorm(after, elementwise_affine=draw.random() < 0.8)
+                    ),
                     lambda: Bent(lambda x, f: f(x) + f(x * 0.5), linear),
                     lambda: Bent(lambda x, f: f(x)[..., :], linear),
                 ]
@@ -110,7 +113,11 @@ def images(draw):
             continue
         mode = draw.choice(["zeros", "zeros", "circular", "reflect", "replicate"])
         bias = draw.random() < 0.7
-        layers.append(nn.Conv2d(now, after, kernel, stride, padding, dilation, groups, bias, padding_mode=mode))
+        layers.append(
+            nn.Conv2d(
+                now, after, kernel, stride, padding, dilation, groups, bias, padding_mode=mode
+            )
+        )
         now, side = after, out
         norm = draw.random()
         if norm < 0.25:
@@ -207,10 +214,14 @@ def oracle(model, x, y, jitter=0.0):
 
 
 def truth_of(model, x, y, tolerance):
-    """The oracle's gradients, and which examples have one that does not hang on the last bits: where rounding alone
-    moves a gradient (behind the norm of two almost equal numbers, or at a kink) nobody can say what is right."""
+    """The oracle's gradients, and which examples have one that does not hang on the last bits:
+    where rounding alone moves a gradient (behind the norm of two almost equal numbers, or at a
+    kink) nobody can say what is right.
+    """
     truth, jitter = oracle(model, x, y), 32 * torch.finfo(next(model.parameters()).dtype).eps
-    moved = torch.stack([(oracle(model, x, y, jitter) - truth).norm(dim=1) for _ in range(2)]).amax(0)
+    moved = torch.stack([(oracle(model, x, y, jitter) - truth).norm(dim=1) for _ in range(2)]).amax(
+        0
+    )
     return truth, ~(moved > tolerance / 4 * truth.norm(dim=1))
 
 
@@ -265,9 +276,16 @@ def tried(seed):
         return [f"{who}: a gradient that is not finite has a finite norm"]
     if not steady[finite].all():
         return None
-    shares = torch.where(finite[:, None], truth, 0.0) * (limits / norms).clamp(max=1).nan_to_num(0.0)[:, None]
+    shares = (
+        torch.where(finite[:, None], truth, 0.0)
+        * (limits / norms).clamp(max=1).nan_to_num(0.0)[:, None]
+    )
     got = torch.cat(
-        [found.gradients[name].flatten().double() for name, p in model.named_parameters() if p.requires_grad]
+        [
+            found.gradients[name].flatten().double()
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        ]
     )
     error = (got - shares.sum(0)).norm().item()
     if not error <= tolerance * float(torch.minimum(limits, norms.nan_to_num(0.0)).sum()) + 1e-300:

@@ -1,4 +1,6 @@
-"""Records and checkpoints under SIGKILL: what is found afterwards is whole, and one that a writer had written."""
+"""Records and checkpoints under SIGKILL: what is found afterwards is whole, and one that a writer
+had written.
+"""
 
 import os
 import random
@@ -25,7 +27,9 @@ def cases(seed, count):
 
 def violations(case):
     with tempfile.TemporaryDirectory() as folder:
-        write, read = _record(folder, case["arrays"]) if case["what"] == "record" else _checkpoint(folder)
+        write, read = (
+            _record(folder, case["arrays"]) if case["what"] == "record" else _checkpoint(folder)
+        )
         write(0)
         writer = os.fork()
         if not writer:  # the child writes until it is killed
@@ -39,7 +43,11 @@ def violations(case):
         os.waitpid(writer, 0)
         try:
             number, content = read()
-            found = [] if content is None or set(content) == {float(number)} else [f"{number} with arrays of {content}"]
+            found = (
+                []
+                if content is None or set(content) == {float(number)}
+                else [f"{number} with arrays of {content}"]
+            )
             write(number + 1)  # and the next writer is not in the way of what the killed one left
             found += [] if read()[0] == number + 1 else ["the next write is lost"]
         except (ValueError, OSError) as error:
@@ -72,7 +80,9 @@ def _checkpoint(folder):
     path = os.path.join(folder, "run.pt")
 
     def write(number):
-        write_checkpoint(path, {"identity": {}, "number": number, "a": torch.full((2000,), float(number))})
+        write_checkpoint(
+            path, {"identity": {}, "number": number, "a": torch.full((2000,), float(number))}
+        )
 
     def read():
         content = read_checkpoint(path, ("identity", "number", "a"))

@@ -1,4 +1,6 @@
-"""`RenyiFilter`: divergences of the steps that it admits, by the closed form, never add up to more than the budget."""
+"""`RenyiFilter`: divergences of the steps that it admits, by the closed form, never add up to more
+than the budget.
+"""
 
 import math
 import random
@@ -16,7 +18,10 @@ def cases(seed, count):
             "order": generator.randint(2, 40),
             "noise_multiplier": 10 ** generator.uniform(-0.3, 1.3),
             "budget_in_steps": 10 ** generator.uniform(0, 1.7),
-            "norms": [[generator.random() ** generator.choice([0.2, 1, 4]) for _ in range(4)] for _ in range(80)],
+            "norms": [
+                [generator.random() ** generator.choice([0.2, 1, 4]) for _ in range(4)]
+                for _ in range(80)
+            ],
         }
 
 
@@ -39,7 +44,9 @@ def violations(case):
     if order * order / (2 * noise * noise) > 690:
         return None  # beyond what the oracle's floats hold
     budget = case["budget_in_steps"] * divergence(rate, noise, order)
-    filter = RenyiFilter(4, sample_rate=rate, noise_multiplier=noise, max_grad_norm=1.0, orders=order, budgets=budget)
+    filter = RenyiFilter(
+        4, sample_rate=rate, noise_multiplier=noise, max_grad_norm=1.0, orders=order, budgets=budget
+    )
     spent, found = [0.0] * 4, []
     for norms in case["norms"]:
         admitted = filter.admit(torch.tensor(norms, dtype=torch.float64)).tolist()

@@ -1,4 +1,6 @@
-"""`epsilon_of_histories`: the true delta of mixed steps at its epsilon is not above the delta that was asked for."""
+"""`epsilon_of_histories`: the true delta of mixed steps at its epsilon is not above the delta that
+was asked for.
+"""
 
 import math
 import random
@@ -28,10 +30,17 @@ def cases(seed, count):
 
 def violations(case):
     epsilons = epsilon_of_histories(
-        torch.tensor(case["counts"]), sample_rate=case["rate"], delta=case["delta"], noise_multipliers=case["noise"]
+        torch.tensor(case["counts"]),
+        sample_rate=case["rate"],
+        delta=case["delta"],
+        noise_multipliers=case["noise"],
     )
     said = [
-        verdict([(case["rate"], noise, steps) for noise, steps in zip(case["noise"], row)], epsilon, case["delta"])
+        verdict(
+            [(case["rate"], noise, steps) for noise, steps in zip(case["noise"], row)],
+            epsilon,
+            case["delta"],
+        )
         for row, epsilon in zip(case["counts"], epsilons.tolist())
     ]
     found = [f"history {row}: {one}" for row, one in zip(case["counts"], said) if one]

@@ -1,10 +1,12 @@
-r"""Delta of composed sampled Gaussian mechanisms from below, by the power of a test; with numpy and scipy alone.
+r"""Delta of composed sampled Gaussian mechanisms from below, by the power of a test; with numpy and
+scipy alone.
 
-No test tells P from Q better than delta allows: delta(eps) >= P(A) - e^eps Q(A) for every event A, with equality for
-the likelihood ratio test (Neyman and Pearson). Here A is that a sum of whole numbers, each step's loss rounded to the
-nearest multiple of a spacing, reaches a threshold. Such a sum has an exact law, by convolution, under P and under Q,
-so what comes out is a lower end of delta whatever the spacing and the threshold; it misses delta by the square of the
-spacing. Both laws are tilted to where delta is decided, so that a delta of 1e-12 keeps its digits.
+No test tells P from Q better than delta allows: delta(eps) >= P(A) - e^eps Q(A) for every event A,
+with equality for the likelihood ratio test (Neyman and Pearson). Here A is that a sum of whole
+numbers, each step's loss rounded to the nearest multiple of a spacing, reaches a threshold. Such a
+sum has an exact law, by convolution, under P and under Q, so what comes out is a lower end of delta
+whatever the spacing and the threshold; it misses delta by the square of the spacing. Both laws are
+tilted to where delta is decided, so that a delta of 1e-12 keeps its digits.
 """
 
 import math
@@ -18,9 +20,11 @@ NEGLIGIBLE = 32.0  # tilted probabilities below e^-32 are left outside of the wi
 
 
 def delta_from_below(runs, epsilon, remove, scale):
-    """A lower end of delta at epsilon >= 0 of all `runs`: (sample rate, noise multiplier, steps) each.
+    """A lower end of delta at epsilon >= 0 of all `runs`: (sample rate, noise multiplier, steps)
+    each.
 
-    `scale` is about the delta that is expected: single losses that are far more rare are counted as smaller ones.
+    `scale` is about the delta that is expected: single losses that are far more rare are counted as
+    smaller ones.
     """
     runs = [run for run in runs if run[2]]
     total, sign = sum(steps for _, _, steps in runs), 1 if remove else -1
@@ -32,12 +36,19 @@ def delta_from_below(runs, epsilon, remove, scale):
     # The tilt, and how wide the tilted sum is, from coarse laws of single steps.
     coarse = []
     for (rate, noise, steps), top in zip(runs, tops):
-        # As far down as a tail is a float: a steep tilt lifts what is rare, which would be taken for something else.
-        edges = _log_ratio(rate, noise, np.linspace(-37, _output(rate, noise, np.array([top]))[0], 4000))
-        coarse.append((sign * np.append(edges, edges[-1]), _masses(rate, noise, edges, remove)[0], steps))
+        # As far down as a tail is a float: a steep tilt lifts what is rare, which would be taken
+        # for something else.
+        edges = _log_ratio(
+            rate, noise, np.linspace(-37, _output(rate, noise, np.array([top]))[0], 4000)
+        )
+        coarse.append(
+            (sign * np.append(edges, edges[-1]), _masses(rate, noise, edges, remove)[0], steps)
+        )
 
     def cumulants(tilt):
-        return sum(steps * special.logsumexp(tilt * losses, b=mass) for losses, mass, steps in coarse)
+        return sum(
+            steps * special.logsumexp(tilt * losses, b=mass) for losses, mass, steps in coarse
+        )
 
     def exponent(log_tilt):
         tilt = math.exp(log_tilt)
@@ -45,7 +56,10 @@ def delta_from_below(runs, epsilon, remove, scale):
 
     tilt = math.exp(
         optimize.minimize_scalar(
-            exponent, bounds=(math.log(1e-3), math.log(1e6)), method="bounded", options={"xatol": 0.02}
+            exponent,
+            bounds=(math.log(1e-3), math.log(1e6)),
+            method="bounded",
+            options={"xatol": 0.02},
         ).x
     )
 
@@ -55,7 +69,8 @@ def delta_from_below(runs, epsilon, remove, scale):
         return max(
             0.0,
             min(
-                (NEGLIGIBLE + cumulants(tilt + more) - cumulants(tilt) - more * epsilon) / abs(more) for more in shares
+                (NEGLIGIBLE + cumulants(tilt + more) - cumulants(tilt) - more * epsilon) / abs(more)
+                for more in shares
             ),
         )
 
@@ -71,7 +86,10 @@ def delta_from_below(runs, epsilon, remove, scale):
         numbers = np.arange(math.floor(low / spacing), math.ceil(top / spacing) + 1)
         masses = _masses(rate, noise, (numbers[:-1] + 0.5) * spacing, remove)
         with np.errstate(divide="ignore", invalid="ignore"):
-            logs = [np.log(mass) + (tilt + more) * spacing * sign * numbers for more, mass in enumerate(masses)]
+            logs = [
+                np.log(mass) + (tilt + more) * spacing * sign * numbers
+                for more, mass in enumerate(masses)
+            ]
             gap = np.log(masses[0]) - np.log(masses[1]) - spacing * sign * numbers
         weight = special.softmax(logs[0])
         moved += steps * float(weight @ np.where(weight > 1e-20, gap, 0.0))
@@ -81,7 +99,8 @@ def delta_from_below(runs, epsilon, remove, scale):
     near = max(0, middle - first - math.ceil(4 / (tilt * spacing)))
     thresholds = np.arange(first + near, first + span) * spacing
     tails, told = [], np.ones(len(thresholds), dtype=bool)
-    for more in (0, 1):  # under P and under Q, with what the rounding of transforms may be taken off and added
+    # under P and under Q, with what the rounding of transforms may be taken off and added
+    for more in (0, 1):
         height, transform = 0.0, 1.0
         for numbers, logs, steps in laws:
             top = special.logsumexp(logs[more])
@@ -90,25 +109,34 @@ def delta_from_below(runs, epsilon, remove, scale):
         law = np.roll(fft.irfft(transform, span), -(first % span)).clip(min=0)
         law = law[near:] + (2 * more - 1) * (1e-15 * math.log2(span) + 4e-16 * total) * law.max()
         exponents = height - (tilt + more) * thresholds + more * epsilon
-        told &= exponents <= 700  # at lower thresholds nothing can be said: their terms are beyond a float
+        # at lower thresholds nothing can be said: their terms are beyond a float
+        told &= exponents <= 700
         tails.append(np.cumsum((law * np.exp(np.minimum(exponents, 700.0)))[::-1]))
     return max(0.0, float((tails[0] - tails[1])[told[::-1]].max(initial=0.0)))
 
 
 def delta_at_zero_from_above(runs):
-    """An upper end of delta at epsilon 0, the total variation: by the union bound, and the chi-squared divergence."""
+    """An upper end of delta at epsilon 0, the total variation: by the union bound, and the
+    chi-squared divergence.
+    """
     union = sum(steps * rate * (2 * special.ndtr(0.5 / noise) - 1) for rate, noise, steps in runs)
-    chi = sum(steps * math.log1p(rate**2 * math.expm1(min(1 / noise**2, 700.0))) for rate, noise, steps in runs)
+    chi = sum(
+        steps * math.log1p(rate**2 * math.expm1(min(1 / noise**2, 700.0)))
+        for rate, noise, steps in runs
+    )
     return min(union, math.sqrt(math.expm1(min(chi, 10.0))) / 2)
 
 
 def verdict(runs, epsilon, delta):
-    """What is wrong with epsilon at delta, in words, "" where nothing is; None where the lower ends cannot tell.
+    """What is wrong with epsilon at delta, in words, "" where nothing is; None where the lower ends
+    cannot tell.
 
-    They can where one of them shows 95% of delta: an epsilon whose true delta is above that share of the delta that was
-    asked for would have been seen. At epsilon 0 an upper end tells.
+    They can where one of them shows 95% of delta: an epsilon whose true delta is above that share
+    of the delta that was asked for would have been seen. At epsilon 0 an upper end tells.
     """
-    lower = {word: delta_from_below(runs, epsilon, word == "remove", delta) for word in ("remove", "add")}
+    lower = {
+        word: delta_from_below(runs, epsilon, word == "remove", delta) for word in ("remove", "add")
+    }
     wrong = [
         f"epsilon {epsilon} has delta {found} or more, to {word}"
         for word, found in lower.items()
@@ -116,7 +144,9 @@ def verdict(runs, epsilon, delta):
     ]
     if wrong:
         return "; ".join(wrong)
-    told = max(lower.values()) >= 0.95 * delta or (epsilon == 0 and delta_at_zero_from_above(runs) <= delta)
+    told = max(lower.values()) >= 0.95 * delta or (
+        epsilon == 0 and delta_at_zero_from_above(runs) <= delta
+    )
     return "" if told else None
 
 
@@ -145,7 +175,11 @@ def _masses(rate, noise, edges, remove):
 
     def between(t):  # of a standard Gaussian, from the side where nothing cancels
         low, high = t[:-1], t[1:]
-        return np.where(low > 0, special.ndtr(-low) - special.ndtr(-high), special.ndtr(high) - special.ndtr(low))
+        return np.where(
+            low > 0,
+            special.ndtr(-low) - special.ndtr(-high),
+            special.ndtr(high) - special.ndtr(low),
+        )
 
     without, with_it = between(t), between(t - 1 / noise)
     mixed = (1 - rate) * without + rate * with_it

@@ -46,7 +46,12 @@ def test_a_promise_of_the_pages_filter_that_is_too_small_is_told(less, monkeypat
 
 def test_the_oracle_tells_a_bound_that_is_too_small():
     """One percent less epsilon than the library's, and the oracle says so: the trial can fail."""
-    for rate, noise, steps in ((0.01, 1.0, 1000), (0.3, 5.0, 1), (1.0, 10.0, 20), (1e-4, 0.5, 5000)):
+    for rate, noise, steps in (
+        (0.01, 1.0, 1000),
+        (0.3, 5.0, 1),
+        (1.0, 10.0, 20),
+        (1e-4, 0.5, 5000),
+    ):
         epsilon = compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=1e-6)
         run = [(rate, noise, steps)]
         assert verdict(run, epsilon, 1e-6) == ""
@@ -62,11 +67,22 @@ def test_the_oracle_is_a_lower_end_and_close_to_delta():
         return with_it - math.exp(epsilon) * special.ndtr(-at / noise)
 
     def gaussian(mu, epsilon):
-        return special.ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon) * special.ndtr(-mu / 2 - epsilon / mu)
+        return special.ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon) * special.ndtr(
+            -mu / 2 - epsilon / mu
+        )
 
-    for rate, noise, epsilon in ((0.01, 0.8, 1.0), (0.5, 2.0, 0.3), (1e-4, 0.4, 2.0), (1.0, 1.0, 3.0)):
+    for rate, noise, epsilon in (
+        (0.01, 0.8, 1.0),
+        (0.5, 2.0, 0.3),
+        (1e-4, 0.4, 2.0),
+        (1.0, 1.0, 3.0),
+    ):
         exact = one_step(rate, noise, epsilon)
-        assert 0.999 * exact < delta_from_below([(rate, noise, 1)], epsilon, True, exact) < (1 + 1e-9) * exact
+        assert (
+            0.999 * exact
+            < delta_from_below([(rate, noise, 1)], epsilon, True, exact)
+            < (1 + 1e-9) * exact
+        )
     for noise, steps, epsilon in ((10.0, 20, 1.0), (3.0, 4000, 300.0)):
         exact = gaussian(math.sqrt(steps) / noise, epsilon)
         for remove in (True, False):
@@ -75,7 +91,9 @@ def test_the_oracle_is_a_lower_end_and_close_to_delta():
 
 
 def test_the_oracle_does_not_take_rounding_for_a_violation():
-    """Close to the largest loss that adding can have, all of a tilted law lies where a transform has no digits."""
+    """Close to the largest loss that adding can have, all of a tilted law lies where a transform
+    has no digits.
+    """
     rate, noise, steps = 0.031433717631103045, 3.8397518285455416, 5
     assert delta_from_below([(rate, noise, steps)], 0.1532, False, 1.6e-11) < 1.6e-11
 
@@ -85,11 +103,15 @@ def test_an_upper_end_at_zero_is_one():
     for rate, noise in ((0.3, 1.0), (1e-3, 5.0)):
         exact = rate * (2 * special.ndtr(0.5 / noise) - 1)
         assert delta_at_zero_from_above([(rate, noise, 1)]) == pytest.approx(exact)
-        assert delta_from_below([(rate, noise, 1)], 0.0, True, exact) == pytest.approx(exact, rel=1e-3)
+        assert delta_from_below([(rate, noise, 1)], 0.0, True, exact) == pytest.approx(
+            exact, rel=1e-3
+        )
 
 
 def test_a_trial_goes_on_where_it_was_stopped(tmp_path):
-    """Done cases are not done again, one that a kill cut off is, and so are violations, in case they are mended."""
+    """Done cases are not done again, one that a kill cut off is, and so are violations, in case
+    they are mended.
+    """
     tried, mended = [], False
 
     class Piece:
@@ -108,7 +130,8 @@ def test_a_trial_goes_on_where_it_was_stopped(tmp_path):
     run(Piece, 1, 5, path, math.inf)
     said = {case: line["said"] for case, line in read(path).items()}
     assert said == {0: [], 1: ["ValueError: not accepted"], 2: None, 3: ["too small"], 4: []}
-    path.write_text(path.read_text(encoding="utf-8")[:-30], encoding="utf-8")  # the last line is cut off
+    # the last line is cut off
+    path.write_text(path.read_text(encoding="utf-8")[:-30], encoding="utf-8")
     assert len(read(path)) == 4
     tried.clear()
     mended = True
@@ -123,7 +146,12 @@ def test_the_table_counts_what_was_done(tmp_path):
     table = tmp_path / "README.md"
     table.write_text("| bits | old |\n| filters | old |\n", encoding="utf-8")
     line = {"seconds": 2.0, "commit": "abc"}
-    note("bits", 3, {0: {**line, "said": []}, 1: {**line, "said": None}, 2: {**line, "said": ["wrong"]}}, table)
+    note(
+        "bits",
+        3,
+        {0: {**line, "said": []}, 1: {**line, "said": None}, 2: {**line, "said": ["wrong"]}},
+        table,
+    )
     assert table.read_text(encoding="utf-8").startswith("| bits | 300 | 3 | 1 | 1 | 3 | 6 | abc | ")
     assert table.read_text(encoding="utf-8").endswith("\n| filters | old |\n")
 
@@ -131,10 +159,13 @@ def test_the_table_counts_what_was_done(tmp_path):
 @pytest.mark.parametrize(
     "run, epsilon",
     [
-        ((0.13244170690541146, 5.7850647828935715, 1), 0.12372611344120354),  # was once taken for 6e299
+        # was once taken for 6e299
+        ((0.13244170690541146, 5.7850647828935715, 1), 0.12372611344120354),
         ((0.012738867941571004, 10.320758370525999, 1), 0.008786478675853549),  # and this for 8e-7
     ],
 )
 def test_what_rounding_leaves_of_a_delta_far_below_it_is_no_lower_end(run, epsilon):
-    """Both are about 1e-37 by quadrature, to add: the epsilons lie a hair below the largest loss."""
+    """Both are about 1e-37 by quadrature, to add: the epsilons lie a hair below the largest
+    loss.
+    """
     assert delta_from_below([run], epsilon, False, 1e-11) <= 1e-36

@@ -1,4 +1,6 @@
-"""Ways in which a trainer may be broken, for audits and attacks to find; each takes pytest's `monkeypatch`."""
+"""Ways in which a trainer may be broken, for audits and attacks to find; each takes pytest's
+`monkeypatch`.
+"""
 
 import torch
 
@@ -9,7 +11,9 @@ from dpcompanion.training import PoissonSampler
 
 def halve_the_noise(monkeypatch, factor=0.5):
     drawn = noise.gaussian_noise
-    monkeypatch.setattr(noise, "gaussian_noise", lambda *args, **kwargs: factor * drawn(*args, **kwargs))
+    monkeypatch.setattr(
+        noise, "gaussian_noise", lambda *args, **kwargs: factor * drawn(*args, **kwargs)
+    )
 
 
 def add_no_noise(monkeypatch):

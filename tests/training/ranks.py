@@ -33,7 +33,9 @@ N, STEPS = 40, 12
 
 
 class Pool:
-    """`size` processes; called with a case's name and options it gives what each rank returned or raised."""
+    """`size` processes; called with a case's name and options it gives what each rank returned or
+    raised.
+    """
 
     def __init__(self, size, folder, backend="gloo"):
         # What takes long to import is imported once; the package is that of this process.
@@ -43,7 +45,9 @@ class Pool:
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, size, backend, f"file://{folder}/meet", theirs), daemon=True
+                target=_serve,
+                args=(rank, size, backend, f"file://{folder}/meet", theirs),
+                daemon=True,
             )
             process.start()
             self.pipes.append(ours)
@@ -70,7 +74,11 @@ def _serve(rank, size, backend, meet, pipe):
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        backend, init_method=meet, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=200)
+        backend,
+        init_method=meet,
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=200),
     )
     while (asked := pipe.recv()) is not None:
         case, options = asked
@@ -87,7 +95,9 @@ def rank():
 
 def data():
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(N, 4, dtype=torch.float64, generator=generator), torch.randint(3, (N,), generator=generator)
+    return torch.randn(N, 4, dtype=torch.float64, generator=generator), torch.randint(
+        3, (N,), generator=generator
+    )
 
 
 class Items(torch.utils.data.Dataset):
@@ -143,8 +153,9 @@ def fit(
     plan=None,
     **options,
 ):
-    """A run on this rank: its weights, history, account, and what callbacks saw. At the step `at`, on one rank or all,
-    its callback does something."""
+    """A run on this rank: its weights, history, account, and what callbacks saw. At the step `at`,
+    on one rank or all, its callback does something.
+    """
     plan = plan_of(**plan or {})
     model = network(dropout) if model is None else model
     device = f"cuda:{rank()}" if device == "cuda" else device
@@ -163,7 +174,9 @@ def fit(
         if run.step == at and on_rank in (None, rank()):
             do_at(do, run, examples)
 
-    followers = [NormTracker.for_plan(plan, model, cross_entropy, examples, **kind) for kind in trackers]
+    followers = [
+        NormTracker.for_plan(plan, model, cross_entropy, examples, **kind) for kind in trackers
+    ]
     filter = None if filter is None else filter_of(plan, filter)
     history = train(
         model,
@@ -193,7 +206,9 @@ def fit(
         "epsilons": history.epsilons(),
         "spent": None if filter is None else filter.spent.clone(),
         "estimates": [follower.estimated_epsilon(1e-3) for follower in followers],
-        "gradients": torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]),
+        "gradients": torch.cat(
+            [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        ),
     }
     return tree_map_only(torch.Tensor, lambda t: t.cpu(), found)
 
@@ -262,7 +277,9 @@ def quiet(steps):
         (x, y),
         plan,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        callbacks=Callbacks(lambda run: seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))),
+        callbacks=Callbacks(
+            lambda run: seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        ),
         progress=False,
     )
     return torch.cat(seen) * plan.expected_batch_size / 1.4
@@ -316,8 +333,9 @@ def engine(
     model=None,
     **options,
 ):
-    """A run of the engine on Opacus on this rank, in a loop of its own; rank 1 may be given something else, or does
-    something at the step `at`."""
+    """A run of the engine on Opacus on this rank, in a loop of its own; rank 1 may be given
+    something else, or does something at the step `at`.
+    """
     from opacus.utils.batch_memory_manager import BatchMemoryManager
 
     from dpcompanion.engine import IndividualizedPrivacyEngine
@@ -346,7 +364,9 @@ def engine(
     shared = {
         "module": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9),
-        "data_loader": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=batch),
+        "data_loader": torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(x, y), batch_size=batch
+        ),
         "epochs": 3,
         "seed": seed,
         "grad_sample_mode": mode,
@@ -354,15 +374,26 @@ def engine(
     }
     if filter is None:
         found = made.make_private_with_budgets(
-            target_epsilons=budgets, target_delta=target_delta, max_grad_norm=0.5, method=method, **shared
+            target_epsilons=budgets,
+            target_delta=target_delta,
+            max_grad_norm=0.5,
+            method=method,
+            **shared,
         )
     else:
         length = -(-n // batch)
         held = RenyiFilter(
-            n, sample_rate=1 / length, noise_multiplier=1.0, max_grad_norm=0.5, orders=[8.0], budgets=filter
+            n,
+            sample_rate=1 / length,
+            noise_multiplier=1.0,
+            max_grad_norm=0.5,
+            orders=[8.0],
+            budgets=filter,
         )
         measured = {"norms": lambda: torch.arange(n) / n} if given else {"loss": cross_entropy}
-        found = made.make_private_with_filter(filter=held, updates_per_epoch=2, **measured, **shared)
+        found = made.make_private_with_filter(
+            filter=held, updates_per_epoch=2, **measured, **shared
+        )
     private, optimizer, *criterion, loader = found
     loss = criterion[0] if criterion else torch.nn.functional.cross_entropy
     if goes_on:
@@ -372,7 +403,9 @@ def engine(
         with (
             contextlib.nullcontext(loader)
             if pieces is None
-            else BatchMemoryManager(data_loader=loader, max_physical_batch_size=pieces, optimizer=optimizer)
+            else BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=pieces, optimizer=optimizer
+            )
         ) as batches:
             for a, b in batches:
                 if other and do == "fail" and len(made.accountant) == at:
@@ -389,7 +422,9 @@ def engine(
     streams = made.accountant.generators()
     return {
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]),
-        "gradients": torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]),
+        "gradients": torch.cat(
+            [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        ),
         "drawn": drawn,
         "steps": len(made.accountant) - taken,
         "statement": made.statement(),

@@ -1,10 +1,12 @@
-"""An attack on our own trainer: a lower bound on epsilon from what a run gives away, against what its plan claims.
+"""An attack on our own trainer: a lower bound on epsilon from what a run gives away, against what
+its plan claims.
 
-Every parameter is one row of an embedding, and example i touches row i alone, with a gradient far above the clip norm.
-Half of the examples are canaries, the other half have a gradient of zero, as if they were not there.  The coins and the
-noise of different rows are independent, so that one run of a few steps is many thousand experiments with and
-without a canary (the idea of Steinke, Nasr and Jagielski 2023).  Of an (epsilon, delta)-DP run,
-P(row > t | canary) <= exp(epsilon) P(row > t | none) + delta for every t.
+Every parameter is one row of an embedding, and example i touches row i alone, with a gradient far
+above the clip norm. Half of the examples are canaries, the other half have a gradient of zero, as
+if they were not there. The coins and the noise of different rows are independent, so that one run
+of a few steps is many thousand experiments with and without a canary (the idea of Steinke, Nasr and
+Jagielski 2023). Of an (epsilon, delta)-DP run, P(row > t | canary) <= exp(epsilon) P(row > t |
+none) + delta for every t.
 """
 
 import math
@@ -22,7 +24,9 @@ PLAN = DPSGDPlan(n=N, sample_rate=0.3, steps=4, max_grad_norm=1.0, noise_multipl
 
 
 def released(plan):
-    """The sums of noisy gradients of canaries and of rows without one, as the final weights show them."""
+    """The sums of noisy gradients of canaries and of rows without one, as the final weights show
+    them.
+    """
     model = torch.nn.Embedding(N, 1, dtype=torch.float64)
     torch.nn.init.zeros_(model.weight)
     canary = (torch.arange(N) % 2).double()
@@ -47,7 +51,9 @@ def clopper_pearson(hits, trials):
 
 
 def audited_epsilon(plan):
-    """A lower bound on epsilon: the threshold is chosen on one half of the rows, the bound computed on the other."""
+    """A lower bound on epsilon: the threshold is chosen on one half of the rows, the bound computed
+    on the other.
+    """
     with_canary, without = released(plan)
     half = N // 4
 
@@ -65,7 +71,9 @@ def test_with_the_promised_noise_the_attack_stays_below_the_claim_and_is_no_toy(
     assert claimed / 3 < found < claimed
 
 
-@pytest.mark.parametrize("break_it", [halve_the_noise, include_everyone, join_two_draws, clip_nothing])
+@pytest.mark.parametrize(
+    "break_it", [halve_the_noise, include_everyone, join_two_draws, clip_nothing]
+)
 def test_the_attack_finds_a_trainer_that_is_broken(monkeypatch, break_it):
     break_it(monkeypatch)
     assert audited_epsilon(PLAN) > PLAN.epsilon()

@@ -1,9 +1,10 @@
-"""An attack on a filtered training: canaries whose norms follow the worst strategy that there is, against the promise.
+"""An attack on a filtered training: canaries whose norms follow the worst strategy that there is,
+against the promise.
 
-As in the audit of plain training, example i touches row i of an embedding alone, so that one run is many thousand
-experiments.  Here a canary looks at its row, works out how much it has given away so far, and asks for the level that
-the game's maximising strategy plays there; a greedy one asks for all that it can get.  The filter pays, and training
-clips to what it allows.
+As in the audit of plain training, example i touches row i of an embedding alone, so that one run is
+many thousand experiments. Here a canary looks at its row, works out how much it has given away so
+far, and asks for the level that the game's maximising strategy plays there; a greedy one asks for
+all that it can get. The filter pays, and training clips to what it allows.
 """
 
 import math
@@ -19,16 +20,23 @@ from dpcompanion.training import DPSGDPlan, train
 N = 60_000
 FALSE_ALARM = 1e-6
 LEVELS, COSTS, BUDGET, STEPS, DELTA = (0.5, 1.0), (1, 4), 10, 10, 1e-2
-PLAN = DPSGDPlan(n=N, sample_rate=0.3, steps=STEPS, max_grad_norm=1.0, noise_multiplier=1.0, delta=DELTA)
+PLAN = DPSGDPlan(
+    n=N, sample_rate=0.3, steps=STEPS, max_grad_norm=1.0, noise_multiplier=1.0, delta=DELTA
+)
 
 
 class Adversary:
-    """A tracker: every example asks for what the worst strategy plays at the loss that its row shows."""
+    """A tracker: every example asks for what the worst strategy plays at the loss that its row
+    shows.
+    """
 
     def __init__(self, filter, game, model, greedy):
         self.filter, self.model, self.greedy = filter, model, greedy
         self.choices, self.game = torch.from_numpy(game.choices).long(), game
-        self.loss, self.row = torch.zeros(N, dtype=torch.float64), torch.zeros(N, dtype=torch.float64)
+        self.loss, self.row = (
+            torch.zeros(N, dtype=torch.float64),
+            torch.zeros(N, dtype=torch.float64),
+        )
         self.left = torch.full((N,), BUDGET)
         self.levels = torch.tensor((0.0, *LEVELS), dtype=torch.float64)
 
@@ -91,9 +99,14 @@ def audited(greedy=False):
     half = N // 4
 
     def bound(threshold, part):
-        hits, alarms = int((with_canary[part] > threshold).sum()), int((without[part] > threshold).sum())
+        hits, alarms = (
+            int((with_canary[part] > threshold).sum()),
+            int((without[part] > threshold).sum()),
+        )
         low = stats.beta.ppf(FALSE_ALARM / 2, hits, half - hits + 1) if hits else 0.0
-        high = stats.beta.ppf(1 - FALSE_ALARM / 2, alarms + 1, half - alarms) if alarms < half else 1.0
+        high = (
+            stats.beta.ppf(1 - FALSE_ALARM / 2, alarms + 1, half - alarms) if alarms < half else 1.0
+        )
         return math.log((low - DELTA) / high) if low > DELTA else 0.0
 
     best = max(torch.linspace(-1, 4, 101).tolist(), key=lambda t: bound(t, slice(0, half)))
@@ -113,7 +126,9 @@ def forget_what_was_spent(monkeypatch):
 
 def charge_for_the_lowest_level(monkeypatch):
     pay = ExactFilter._pay
-    monkeypatch.setattr(ExactFilter, "_pay", lambda self, index, blocks: pay(self, index.clamp(max=1), blocks))
+    monkeypatch.setattr(
+        ExactFilter, "_pay", lambda self, index, blocks: pay(self, index.clamp(max=1), blocks)
+    )
 
 
 @pytest.mark.parametrize("break_it", [forget_what_was_spent, charge_for_the_lowest_level])

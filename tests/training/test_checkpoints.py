@@ -1,4 +1,6 @@
-"""Runs without a seed: nobody can repeat their noise, no checkpoint holds it, and they go on where they stopped."""
+"""Runs without a seed: nobody can repeat their noise, no checkpoint holds it, and they go on where
+they stopped.
+"""
 
 import itertools
 import os
@@ -9,7 +11,15 @@ import pytest
 import torch
 
 from dpcompanion.mechanism import secure
-from dpcompanion.training import Callbacks, Checkpoint, DPSGDPlan, cross_entropy, models, train, train_ensemble
+from dpcompanion.training import (
+    Callbacks,
+    Checkpoint,
+    DPSGDPlan,
+    cross_entropy,
+    models,
+    train,
+    train_ensemble,
+)
 
 from ..refusals import refused
 
@@ -23,7 +33,17 @@ def data():
 
 def plan(**changes):
     return DPSGDPlan(
-        **{**dict(n=N, sample_rate=0.2, steps=STEPS, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3), **changes}
+        **{
+            **dict(
+                n=N,
+                sample_rate=0.2,
+                steps=STEPS,
+                max_grad_norm=1.0,
+                noise_multiplier=1.0,
+                delta=1e-3,
+            ),
+            **changes,
+        }
     )
 
 
@@ -50,12 +70,16 @@ def run(stop_at=None, path=None, every=None, **arguments):
 
 @pytest.fixture
 def known_entropy(monkeypatch):
-    """The operating system's entropy, replaced by what a test knows: the same again after `begin`."""
+    """The operating system's entropy, replaced by what a test knows: the same again after
+    `begin`.
+    """
     run()  # what a first run imports draws random numbers too
 
     def begin():
         numbers = itertools.count(1)
-        monkeypatch.setattr(secure.os, "urandom", lambda size: next(numbers).to_bytes(size, "little"))
+        monkeypatch.setattr(
+            secure.os, "urandom", lambda size: next(numbers).to_bytes(size, "little")
+        )
 
     return begin
 
@@ -77,7 +101,9 @@ def test_a_run_that_was_cut_off_ends_where_an_unbroken_one_ends(known_entropy, t
     assert torch.equal(unbroken, resumed) and torch.equal(history.batch_sizes, again.batch_sizes)
 
 
-def test_the_keys_lie_beside_the_checkpoint_for_their_owner_alone_and_go_with_the_run(known_entropy, tmp_path):
+def test_the_keys_lie_beside_the_checkpoint_for_their_owner_alone_and_go_with_the_run(
+    known_entropy, tmp_path
+):
     known_entropy()
     path = tmp_path / "run.pt"
     with pytest.raises(InterruptedError):
@@ -102,7 +128,9 @@ def test_a_run_whose_keys_are_lost_goes_on_and_says_so(tmp_path):
     assert len(history.batch_sizes) == STEPS
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"keys": {"sampling": "00", "noise": "00"}, "forward": 1}', "[]"])
+@pytest.mark.parametrize(
+    "content", ["", "{}", '{"keys": {"sampling": "00", "noise": "00"}, "forward": 1}', "[]"]
+)
 def test_damaged_keys_are_refused(content, tmp_path):
     path = tmp_path / "run.pt"
     with pytest.raises(InterruptedError):
@@ -129,7 +157,14 @@ def test_a_seed_that_is_used_on_other_data_in_the_same_folder_is_warned_of_once(
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        begin(1), begin(1), begin(2), begin(3, seed=2, changed=True), begin(4, seed=None), begin(5, seed=None)
+        (
+            begin(1),
+            begin(1),
+            begin(2),
+            begin(3, seed=2, changed=True),
+            begin(4, seed=None),
+            begin(5, seed=None),
+        )
     with pytest.warns(RuntimeWarning, match="same noise"):
         begin(6, changed=True)
     with warnings.catch_warnings():
@@ -157,7 +192,13 @@ def test_an_ensemble_warns_of_seeds_that_were_used_on_other_data(tmp_path):
     members[1, 3] = False
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        begin(1), begin(1), begin(2), begin(3, seeds=(7, 7), members=members), begin(4, seeds=(7, 7), members=members)
+        (
+            begin(1),
+            begin(1),
+            begin(2),
+            begin(3, seeds=(7, 7), members=members),
+            begin(4, seeds=(7, 7), members=members),
+        )
     with pytest.warns(RuntimeWarning, match="seed 7"):
         begin(5, seeds=(7, 8))
     with pytest.warns(RuntimeWarning, match="seed 1, 2"):

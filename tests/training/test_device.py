@@ -1,5 +1,6 @@
-"""No step waits for a device: on the meta device, where no number can be read, none is asked for, and no copy to it
-waits."""
+"""No step waits for a device: on the meta device, where no number can be read, none is asked for,
+and no copy to it waits.
+"""
 
 import math
 
@@ -33,7 +34,11 @@ from ..refusals import refused
 class Tokens(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.norm, self.linear = nn.Embedding(7, 5, padding_idx=0), nn.LayerNorm(5), nn.Linear(5, 10)
+        self.embedding, self.norm, self.linear = (
+            nn.Embedding(7, 5, padding_idx=0),
+            nn.LayerNorm(5),
+            nn.Linear(5, 10),
+        )
 
     def forward(self, x):
         return self.linear(self.norm(self.embedding(x))).mean(1)
@@ -64,7 +69,11 @@ def test_the_count_counts():
 
 @pytest.mark.parametrize("method", ["mixed", "ghost"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("resnet20", "wrn16_4") else ()) for name in MODELS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("resnet20", "wrn16_4") else ())
+        for name in MODELS
+    ],
 )
 def test_clipping_and_norms_read_nothing_back(name, method):
     make, inputs = MODELS[name]
@@ -76,7 +85,9 @@ def test_clipping_and_norms_read_nothing_back(name, method):
         assert {name: g.shape for name, g in found.gradients.items()} == {
             name: p.shape for name, p in model.named_parameters()
         }
-        assert all(g.device.type == "meta" for g in (*found.gradients.values(), found.norms, found.losses))
+        assert all(
+            g.device.type == "meta" for g in (*found.gradients.values(), found.norms, found.losses)
+        )
     with Waits() as waits:
         gradient_norms(model, cross_entropy, x, y, method=method)
     assert not waits.seen
@@ -84,17 +95,25 @@ def test_clipping_and_norms_read_nothing_back(name, method):
 
 def test_norms_of_embeddings_are_the_same_by_pairs_of_positions():
     torch.manual_seed(0)
-    module, tokens, g = nn.Embedding(5, 3, padding_idx=1), torch.randint(5, (6, 9)), torch.randn(6, 9, 3)
+    module, tokens, g = (
+        nn.Embedding(5, 3, padding_idx=1),
+        torch.randint(5, (6, 9)),
+        torch.randn(6, 9, 3),
+    )
     layer = layers.GhostEmbedding(module, [(tokens, g)])
     torch.testing.assert_close(layer._by_pairs_of_positions(), layer._by_tokens())
 
 
 X, Y = torch.zeros(64, 1, 28, 28), torch.arange(64) % 10
-PLAN = DPSGDPlan(n=64, sample_rate=0.25, steps=8, max_grad_norm=0.4, noise_multiplier=1.0, delta=1e-3)
+PLAN = DPSGDPlan(
+    n=64, sample_rate=0.25, steps=8, max_grad_norm=0.4, noise_multiplier=1.0, delta=1e-3
+)
 
 
 def begun(optimizer=torch.optim.SGD, model=None, **options):
-    """The loop of a run that was proved on the processor, and is on the meta device from its first step on."""
+    """The loop of a run that was proved on the processor, and is on the meta device from its first
+    step on.
+    """
     model = models.mnist_cnn(seed=0) if model is None else model
     found = loop.TrainingLoop(
         model,
@@ -117,7 +136,8 @@ def begun(optimizer=torch.optim.SGD, model=None, **options):
 
 
 @pytest.mark.parametrize(
-    "optimizer, options", [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {"foreach": True})]
+    "optimizer, options",
+    [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {"foreach": True})],
 )
 def test_a_step_of_a_run_reads_nothing_back(optimizer, options):
     found = begun(optimizer, **options)
@@ -151,16 +171,25 @@ def there(filter):
 
 
 def filter_of(kind, n=64, exact=ExactFilter, renyi=RenyiFilter):
-    own = {"sample_rate": PLAN.sample_rate, "noise_multiplier": PLAN.noise_multiplier, "max_grad_norm": 0.4}
+    own = {
+        "sample_rate": PLAN.sample_rate,
+        "noise_multiplier": PLAN.noise_multiplier,
+        "max_grad_norm": 0.4,
+    }
     if kind == "renyi":
         return renyi(n, **own, orders=[2.0, 8.0], budgets=[1.0, 5.0])
-    return exact(n, **own, levels=[0.25, 0.5, 1.0], costs=[1, 4, 16], budget=40, steps=PLAN.steps, block=2)
+    return exact(
+        n, **own, levels=[0.25, 0.5, 1.0], costs=[1, 4, 16], budget=40, steps=PLAN.steps, block=2
+    )
 
 
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_step_with_a_tracker_reads_nothing_back(name):
     # Layers are tried above: here one is enough.
-    options, found = dict(TRACKERS[name]), begun(model=nn.Sequential(nn.Flatten(), nn.Linear(784, 10)))
+    options, found = (
+        dict(TRACKERS[name]),
+        begun(model=nn.Sequential(nn.Flatten(), nn.Linear(784, 10))),
+    )
     own = options.pop("data", (found.examples.x, found.examples.y))
     if "budget" in options:
         options["budget"] = there(filter_of(options["budget"]))
@@ -183,7 +212,9 @@ def test_a_step_with_a_tracker_reads_nothing_back(name):
     assert tracker.passes == (4 if tracker.updates_per_epoch else 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"accountant": "rdp"}, {"accountant": "rdp", "rounding": None}])
+@pytest.mark.parametrize(
+    "options", [{}, {"accountant": "rdp"}, {"accountant": "rdp", "rounding": None}]
+)
 def test_a_record_reads_nothing_back(options):
     account = IndividualAccountant(
         64, sample_rate=0.25, noise_multiplier=1.0, max_grad_norm=1.0, device="meta", **options
@@ -225,19 +256,27 @@ def test_a_step_of_runs_side_by_side_reads_nothing_back():
 
 def test_a_covariance_lies_where_the_weights_do(monkeypatch):
     monkeypatch.setattr(_checks, "in_interval", lambda name, value, *limits, **how: value)
-    covariance, _ = noise_covariance(torch.zeros(1, 3, 2, dtype=torch.float64, device="meta"), shrinkage=0.5)
+    covariance, _ = noise_covariance(
+        torch.zeros(1, 3, 2, dtype=torch.float64, device="meta"), shrinkage=0.5
+    )
     assert covariance.device.type == "meta"
 
 
 def test_limits_go_to_the_device_from_pinned_memory_in_the_type_of_the_norms(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        sums, "to_device", lambda tensor, device: seen.append((tensor, device)) or to_device(tensor, device)
+        sums,
+        "to_device",
+        lambda tensor, device: seen.append((tensor, device)) or to_device(tensor, device),
     )
     limits = torch.tensor([0.5, 1.0], dtype=torch.float64)
     assert sums.clip_factors(torch.ones(2, device="meta"), limits).device.type == "meta"
     ((tensor, device),) = seen
-    assert device.type == "meta" and torch.equal(tensor, limits.float()) and tensor.dtype == torch.float32
+    assert (
+        device.type == "meta"
+        and torch.equal(tensor, limits.float())
+        and tensor.dtype == torch.float32
+    )
 
 
 class Unseen:
@@ -270,7 +309,9 @@ class AwayRenyi(Unseen, RenyiFilter):
         ([0.1, 0.1], 1, [0, -1]),
     ],
 )
-def test_what_is_not_looked_at_is_refused_when_the_account_is_read_and_charged_in_full(norms, steps, examples):
+def test_what_is_not_looked_at_is_refused_when_the_account_is_read_and_charged_in_full(
+    norms, steps, examples
+):
     account = Away(3, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=0.5)
     norms = torch.tensor(norms, dtype=torch.float64)
     steps = torch.tensor(steps) if isinstance(steps, list) else steps
@@ -283,7 +324,8 @@ def test_what_is_not_looked_at_is_refused_when_the_account_is_read_and_charged_i
 
 def test_what_is_not_looked_at_is_accounted_for_the_same():
     one, other = (
-        kind(3, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=0.5) for kind in (IndividualAccountant, Away)
+        kind(3, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=0.5)
+        for kind in (IndividualAccountant, Away)
     )
     for account in (one, other):
         account.record(torch.tensor([0.1, 0.2, 0.7]), steps=torch.tensor([3, 5, 7]))
@@ -315,7 +357,9 @@ def test_a_filter_that_does_not_look_at_norms_answers_the_same(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("norm", [-0.1, math.nan])
-def test_a_norm_that_a_filter_did_not_look_at_breaks_no_promise_and_is_refused_when_it_is_read(kind, norm):
+def test_a_norm_that_a_filter_did_not_look_at_breaks_no_promise_and_is_refused_when_it_is_read(
+    kind, norm
+):
     filter = filter_away(kind, 2)
     limits = filter.clip_norms(torch.tensor([norm, 0.05]))
     if kind == "exact":  # it asks for the most, which is paid for
@@ -360,7 +404,9 @@ def test_who_takes_no_part_counts_nothing_whether_it_is_left_out_or_multiplied_b
             trackers=[tracker],
             progress=False,
         )
-        ends.append((model.weight.detach(), history.losses, history.batch_sizes, tracker.epsilon(1e-3)))
+        ends.append(
+            (model.weight.detach(), history.losses, history.batch_sizes, tracker.epsilon(1e-3))
+        )
     for one, other in zip(*ends):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
     assert 0 < ends[0][2].sum() < 100

@@ -56,7 +56,9 @@ def check_as_alone(found, alone, tolerance=1e-9):
     assert all(map(torch.equal, first["indices"], alone["indices"]))
     assert [norms.dtype for norms in first["norms"]] == [norms.dtype for norms in alone["norms"]]
     for name in ("weights", "losses", "epsilons", "gradients", "norms", "estimates"):
-        torch.testing.assert_close(first[name], alone[name], rtol=tolerance, atol=tolerance, equal_nan=True)
+        torch.testing.assert_close(
+            first[name], alone[name], rtol=tolerance, atol=tolerance, equal_nan=True
+        )
     if alone["spent"] is not None:
         torch.testing.assert_close(first["spent"], alone["spent"], rtol=1e-6, atol=1e-9)
 
@@ -68,12 +70,26 @@ def refusals(found, *kinds):
 
 
 def torchrun(program, folder):
-    """What a program prints that `torchrun` starts twice, and once more where one of the two dies."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    # With the store of torchrun's own, processes that start again look for the ports of those before them.
+    """What a program prints that `torchrun` starts twice, and once more where one of the two
+    dies.
+    """
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+    ]
+    # With the store of torchrun's own, processes that start again look for the ports of those
+    # before them.
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = subprocess.run(
-        [*launch, str(program), str(folder)], check=True, capture_output=True, env=environment, encoding="utf-8"
+        [*launch, str(program), str(folder)],
+        check=True,
+        capture_output=True,
+        env=environment,
+        encoding="utf-8",
     )
     return done.stdout
 
@@ -83,7 +99,9 @@ def test_two_ranks_end_where_one_process_does(two):
     check_as_alone(found, ranks.fit(track={"clipping": "individual", "updates_per_epoch": 2}))
     for text in refusals(two("differing", what="plan"), "ValueError", "ValueError"):
         assert "plan" in text and "rank 1" in text
-    own, told = refusals(two("fit", do="fail", at=3, on_rank=0), "FloatingPointError", "RuntimeError")
+    own, told = refusals(
+        two("fit", do="fail", at=3, on_rank=0), "FloatingPointError", "RuntimeError"
+    )
     assert "rank 0" in told and own in told
 
 
@@ -100,7 +118,8 @@ def test_two_ranks_end_where_one_process_does(two):
         {"trackers": [{"updates_per_epoch": 3}, {"running": True}]},
         {"plan": {"budgets": "sample"}},
         {"plan": {"budgets": "scale"}},
-        {"plan": {"sample_rate": 0.03, "steps": 20}},  # draws of nobody, and of fewer than there are ranks
+        # draws of nobody, and of fewer than there are ranks
+        {"plan": {"sample_rate": 0.03, "steps": 20}},
         {"plan": {"sample_rate": 0.03, "steps": 20}, "filter": 1.0},
         {"plan": {"sample_rate": 1.0}},
         {"form": "items"},
@@ -124,9 +143,15 @@ def test_what_models_draw_differs_from_rank_to_rank_and_their_weights_do_not(two
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="the processor has no bfloat16")
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="the processor has no bfloat16"
+)
 def test_bf16(two):
-    options = {"precision": "bf16", "dtype": torch.float32, "plan": {"sample_rate": 0.03, "steps": 20}}
+    options = {
+        "precision": "bf16",
+        "dtype": torch.float32,
+        "plan": {"sample_rate": 0.03, "steps": 20},
+    }
     check_as_alone(two("fit", **options), ranks.fit(**options), tolerance=0.05)
 
 
@@ -184,7 +209,11 @@ def test_what_one_rank_refuses_no_rank_begins(two):
 @pytest.mark.parametrize("do, own", [("fail", "FloatingPointError"), ("lose the disk", "OSError")])
 def test_a_rank_that_fails_ends_all(do, own, four):
     found = refusals(
-        four("fit", form="items", do=do, at=5, on_rank=1), "RuntimeError", own, "RuntimeError", "RuntimeError"
+        four("fit", form="items", do=do, at=5, on_rank=1),
+        "RuntimeError",
+        own,
+        "RuntimeError",
+        "RuntimeError",
     )
     assert all("rank 1" in told and own in told for told in found[:1] + found[2:])
 
@@ -203,7 +232,9 @@ def test_a_run_that_one_rank_stops_has_the_same_length_everywhere(two):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [5, None])
-def test_ctrl_c_on_one_rank_ends_all_after_the_step_and_the_run_goes_on_from_there(seed, two, four, tmp_path):
+def test_ctrl_c_on_one_rank_ends_all_after_the_step_and_the_run_goes_on_from_there(
+    seed, two, four, tmp_path
+):
     path = tmp_path / "run.pt"
     options = {"seed": seed, "filter": 4.0, "path": path, "every": 100}
     refusals(two("fit", **options, do="interrupt", at=5, on_rank=1), *["KeyboardInterrupt"] * 2)
@@ -231,7 +262,10 @@ def test_a_rank_that_is_lost_and_comes_back_goes_on_from_the_checkpoint(two, tmp
     torchrun(ranks.__file__, tmp_path)
     assert (tmp_path / "lost").exists()
     found = torch.load(tmp_path / "weights.pt", weights_only=True)
-    assert torch.equal(found["weights"], unbroken["weights"]) and found["steps taken at last"] == ranks.STEPS - 6
+    assert (
+        torch.equal(found["weights"], unbroken["weights"])
+        and found["steps taken at last"] == ranks.STEPS - 6
+    )
 
 
 @pytest.mark.slow
@@ -241,7 +275,10 @@ def test_a_rank_that_is_lost_and_comes_back_goes_on_from_the_checkpoint(two, tmp
         ("wrapped", "module"),
         ("ensemble", "train_ensemble"),
         ("sharded", "FSDPModule"),
-        ("sharded engine", "module must be a plain module, whole on each process, but it is or holds FSDPModule"),
+        (
+            "sharded engine",
+            "module must be a plain module, whole on each process, but it is or holds FSDPModule",
+        ),
     ],
 )
 def test_what_runs_in_one_process_is_refused_on_several(what, named, two):
@@ -254,7 +291,9 @@ def check_engine_as_alone(found, alone):
     first, *others = found
     assert isinstance(first, dict), first
     for other in others:
-        assert torch.equal(other["weights"], first["weights"]) and torch.equal(other["gradients"], first["gradients"])
+        assert torch.equal(other["weights"], first["weights"]) and torch.equal(
+            other["gradients"], first["gradients"]
+        )
         assert torch.equal(other["epsilons"], first["epsilons"])
     for name in ("steps", "statement"):
         assert all(each[name] == alone[name] for each in found), name
@@ -270,7 +309,9 @@ def test_the_engine_on_two_ranks_ends_where_it_does_on_one(two):
     pytest.importorskip("opacus")
     found, alone = two("engine"), ranks.engine()
     check_engine_as_alone(found, alone)
-    for (whole, one), (again, other), (wanted, all_of_them) in zip(*(each["drawn"] for each in (*found, alone))):
+    for (whole, one), (again, other), (wanted, all_of_them) in zip(
+        *(each["drawn"] for each in (*found, alone))
+    ):
         assert whole == again == wanted == all_of_them == one + other
     for text in refusals(two("engine", differs="data"), "ValueError", "ValueError"):
         assert "data" in text and "rank 1" in text
@@ -302,21 +343,30 @@ def test_every_kind_of_run_of_the_engine_ends_where_that_of_one_process_does(opt
 
 
 @pytest.mark.slow
-def test_without_a_seed_ranks_of_the_engine_share_the_draws_and_rank_0_keeps_the_key_of_the_noise(two, tmp_path):
+def test_without_a_seed_ranks_of_the_engine_share_the_draws_and_rank_0_keeps_the_key_of_the_noise(
+    two, tmp_path
+):
     pytest.importorskip("opacus")
     one, other = two("engine", seed=None, people=True, do="save", at=4, path=tmp_path / "run.pt")
     assert torch.equal(one["weights"], other["weights"])
-    assert one["keys"]["sampling"] == other["keys"]["sampling"] and one["keys"]["noise"] != other["keys"]["noise"]
+    assert (
+        one["keys"]["sampling"] == other["keys"]["sampling"]
+        and one["keys"]["noise"] != other["keys"]["noise"]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [5, None])
-def test_a_run_of_the_engine_goes_on_from_a_checkpoint_on_any_number_of_ranks(seed, two, four, tmp_path):
+def test_a_run_of_the_engine_goes_on_from_a_checkpoint_on_any_number_of_ranks(
+    seed, two, four, tmp_path
+):
     pytest.importorskip("opacus")
     options = {"seed": seed, "path": tmp_path / "run.pt"}
     if seed is None:  # as of a run that is cut off: one that ends leaves no keys
         whole = two("engine", **options, do="save", at=5)
-        assert whole[0]["steps"] == 15 and isinstance(four("engine", **options, goes_on=True)[0], dict)
+        assert whole[0]["steps"] == 15 and isinstance(
+            four("engine", **options, goes_on=True)[0], dict
+        )
         return
     whole = two("engine", **options, do="save", at=5)
     for found in (two("engine", **options, goes_on=True), four("engine", **options, goes_on=True)):
@@ -330,7 +380,9 @@ def test_a_run_of_the_engine_goes_on_from_a_checkpoint_on_any_number_of_ranks(se
 def test_ranks_of_the_engine_that_were_given_different_things_are_refused_on_all_of_them(what, two):
     pytest.importorskip("opacus")
     named = {"people": "data"}.get(what, what)
-    for text in refusals(two("engine", differs=what, people=what == "people"), "ValueError", "ValueError"):
+    for text in refusals(
+        two("engine", differs=what, people=what == "people"), "ValueError", "ValueError"
+    ):
         assert named in text and "rank 1" in text
 
 

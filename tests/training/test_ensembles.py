@@ -1,4 +1,6 @@
-"""Runs side by side are the runs of `train`, seed for seed; and they sample, clip and add noise as each plan says."""
+"""Runs side by side are the runs of `train`, seed for seed; and they sample, clip and add noise as
+each plan says.
+"""
 
 import copy
 import json
@@ -33,7 +35,8 @@ from dpcompanion.training import (
 
 from ..refusals import refused, refuses
 
-FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right trainer would have failed
+# the seeds are fixed; this is the probability with which a right trainer would have failed
+FALSE_ALARM = 1e-6
 N, RUNS = 40, 4
 
 
@@ -62,7 +65,11 @@ class Peeking(nn.Module):
 class Tokens(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.norm, self.head = nn.Embedding(7, 5, padding_idx=0), nn.LayerNorm(5), nn.Linear(5, 3)
+        self.embedding, self.norm, self.head = (
+            nn.Embedding(7, 5, padding_idx=0),
+            nn.LayerNorm(5),
+            nn.Linear(5, 3),
+        )
 
     def forward(self, x):
         return self.head(torch.tanh(self.norm(self.embedding(x))).mean(1))
@@ -112,7 +119,10 @@ ARCHITECTURES = {
     "layers in layers": (Pair, (4,)),
     "a weight's shape": (Peeking, (4,)),
     "an LSTM": (lambda: models.char_rnn(3, tokens=7, embedding=2, hidden=3, layers=2), None),
-    "positions": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Flatten(), nn.Linear(10, 3)), (2, 4)),
+    "positions": (
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Flatten(), nn.Linear(10, 3)),
+        (2, 4),
+    ),
     "tokens": (Tokens, None),
 }
 
@@ -197,14 +207,22 @@ def test_each_run_is_the_run_of_its_plan_and_seed(name, method, size, workers):
     )
     assert (ensemble.batch_sizes == 0).any()
     assert ensemble.method == (
-        "func" if method == "func" or build in (Pair, Peeking) else "mixed" if method == "auto" else method
+        "func"
+        if method == "func" or build in (Pair, Peeking)
+        else "mixed"
+        if method == "auto"
+        else method
     )
     for run, (model, seed) in enumerate(zip(made, [5, 6, 7, 5])):
         expected, history = alone(model, data, PLANS[run], seed, rates[run], **SGD)
         torch.testing.assert_close(ensemble.vectors[run], vector(expected), rtol=1e-10, atol=1e-12)
         assert torch.equal(ensemble.batch_sizes[run], history.batch_sizes)
-        torch.testing.assert_close(ensemble.losses[run], history.losses, rtol=1e-10, atol=1e-12, equal_nan=True)
-        torch.testing.assert_close(ensemble.predict(data[0], microbatch_size=9)[run], expected(data[0]).detach())
+        torch.testing.assert_close(
+            ensemble.losses[run], history.losses, rtol=1e-10, atol=1e-12, equal_nan=True
+        )
+        torch.testing.assert_close(
+            ensemble.predict(data[0], microbatch_size=9)[run], expected(data[0]).detach()
+        )
         torch.testing.assert_close(ensemble.model(run)(data[0]), expected(data[0]))
 
 
@@ -220,7 +238,11 @@ def small(shape=(4,), **changes):
 
 
 @settings(max_examples=15, deadline=None)
-@given(batches=st.lists(st.integers(0, 5), min_size=1, max_size=5), size=st.integers(1, 12), seed=st.integers(0, 99))
+@given(
+    batches=st.lists(st.integers(0, 5), min_size=1, max_size=5),
+    size=st.integers(1, 12),
+    seed=st.integers(0, 99),
+)
 def test_stacked_sums_are_the_sums_of_each_run_whatever_the_batches(batches, size, seed):
     data, made = examples((4,), seed=seed), networks(lambda: nn.Linear(4, 3), len(batches))
     chosen = torch.randperm(N, generator=torch.Generator().manual_seed(seed))
@@ -241,7 +263,9 @@ def test_stacked_sums_are_the_sums_of_each_run_whatever_the_batches(batches, siz
     for run, model in enumerate(made):
         total = clipped_sum(model, cross_entropy, data[0][members[run]], data[1][members[run]], 0.5)
         moved = torch.cat([g.flatten() for g in total.gradients.values()])
-        torch.testing.assert_close(vector(model) - ensemble.vectors[run], moved, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            vector(model) - ensemble.vectors[run], moved, rtol=1e-10, atol=1e-12
+        )
         torch.testing.assert_close(ensemble.norms[run], total.norms)
         assert torch.equal(ensemble.indices[run], members[run].nonzero().squeeze(1))
 
@@ -250,7 +274,9 @@ def test_who_is_no_member_tosses_a_coin_and_counts_nothing():
     members = torch.rand(2, N, generator=torch.Generator().manual_seed(3)) < 0.5
     (x, y), one = examples((4,)), plan(sample_rate=0.4)
     model = nn.Linear(4, 3).double()
-    ensemble = train_ensemble(model, cross_entropy, (x, y), one, seeds=[1, 2], learning_rate=0.5, members=members)
+    ensemble = train_ensemble(
+        model, cross_entropy, (x, y), one, seeds=[1, 2], learning_rate=0.5, members=members
+    )
 
     def masked(outputs, targets):
         return cross_entropy(outputs, targets[:, 0]) * targets[:, 1]
@@ -272,7 +298,9 @@ def test_what_is_trained_beside_a_run_plays_no_part():
     model = nn.Linear(4, 3).double()
     both = small(plans=PLANS[:2], model=model)
     for run in range(2):
-        one = train_ensemble(model, cross_entropy, examples((4,)), PLANS[run], seeds=[run + 1], learning_rate=0.5)
+        one = train_ensemble(
+            model, cross_entropy, examples((4,)), PLANS[run], seeds=[run + 1], learning_rate=0.5
+        )
         torch.testing.assert_close(one.vectors[0], both.vectors[run], rtol=1e-12, atol=1e-14)
 
 
@@ -289,13 +317,18 @@ def test_gradients_and_norms_at_given_points_are_those_of_each_run(name):
         learning_rate=0.5,
         microbatch_size=11,
     )
-    norms, gradients = ensemble.norms_of(*data), ensemble.gradients_of(data[0][:3], data[1][:3], runs_at_once=3)
+    norms, gradients = (
+        ensemble.norms_of(*data),
+        ensemble.gradients_of(data[0][:3], data[1][:3], runs_at_once=3),
+    )
     for run in range(RUNS):
         model = ensemble.model(run)
         torch.testing.assert_close(norms[run], gradient_norms(model, cross_entropy, *data))
         for k in range(3):
             loss = cross_entropy(model(data[0][k : k + 1]), data[1][k : k + 1]).sum()
-            expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+            expected = torch.cat(
+                [g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]
+            )
             torch.testing.assert_close(gradients[run, k], expected)
         named = ensemble.split(gradients[run])
         assert all(named[key].shape[1:] == p.shape for key, p in model.named_parameters())
@@ -320,7 +353,9 @@ def test_what_add_returns_joins_the_clipped_sum_before_noise_and_division():
         counts.append(k.flatten().tolist())
         return k * g / norms.clamp(min=0.5) * 0.5
 
-    ensemble = train_ensemble(model, cross_entropy, data, one, seeds=[4, 9], learning_rate=0.5, add=tilt)
+    ensemble = train_ensemble(
+        model, cross_entropy, data, one, seeds=[4, 9], learning_rate=0.5, add=tilt
+    )
     assert len(counts) == 5 and len({k for step in counts for k in step}) > 1
     for run, seed in enumerate([4, 9]):
         theta, streams = copy.deepcopy(model), generators(seed)
@@ -332,9 +367,19 @@ def test_what_add_returns_joins_the_clipped_sum_before_noise_and_division():
             draw = gaussian_noise((15,), one.noise_std, streams["noise"])
             with torch.no_grad():
                 for p, g, x, z in zip(
-                    theta.parameters(), total.gradients.values(), extra.gradients.values(), (draw[:12], draw[12:])
+                    theta.parameters(),
+                    total.gradients.values(),
+                    extra.gradients.values(),
+                    (draw[:12], draw[12:]),
                 ):
-                    p -= 0.5 * (snapped(g + counts[step][run] * x, grid_of(one.noise_std)) + z.view_as(p)) / 4.0
+                    p -= (
+                        0.5
+                        * (
+                            snapped(g + counts[step][run] * x, grid_of(one.noise_std))
+                            + z.view_as(p)
+                        )
+                        / 4.0
+                    )
         torch.testing.assert_close(ensemble.vectors[run], vector(theta), rtol=1e-9, atol=1e-11)
 
 
@@ -343,7 +388,8 @@ def test_a_callback_may_change_each_runs_learning_rate_and_report_epochs():
         ensemble.learning_rate *= torch.tensor([0.5, 1.0])
 
     ensemble = small(
-        plans=plan(steps=25, sample_rate=0.1), callbacks=Callbacks(slower, on_epoch=lambda e: {"seen": e.step * len(e)})
+        plans=plan(steps=25, sample_rate=0.1),
+        callbacks=Callbacks(slower, on_epoch=lambda e: {"seen": e.step * len(e)}),
     )
     assert ensemble.epochs == [
         {"epoch": 1, "step": 10, "seen": 20},
@@ -361,20 +407,32 @@ def test_a_run_that_a_callback_ends_stays_as_it_was_and_the_others_go_on_as_if_a
         if ensemble.step == 6:
             ensemble.stop()
 
-    model, plans = nn.Linear(4, 3).double(), [plan(), plan(noise_multiplier=0.8), plan(sample_rate=0.02)]
+    model, plans = (
+        nn.Linear(4, 3).double(),
+        [plan(), plan(noise_multiplier=0.8), plan(sample_rate=0.02)],
+    )
     runs = dict(model=model, plans=plans, seeds=[1, 2, 3], **SGD, workers=workers)
     seen = []
-    note = Callbacks(stop, on_epoch=lambda ensemble: seen.append([len(own) for own in ensemble.indices]))
+    note = Callbacks(
+        stop, on_epoch=lambda ensemble: seen.append([len(own) for own in ensemble.indices])
+    )
     stopped, whole = small(**runs, callbacks=note), small(**runs)
     assert stopped.steps_taken.tolist() == [6, 3, 6] and stopped.step == 6 and stopped.ended
     assert seen[0][1] == 0 < seen[0][0] and whole.steps_taken.tolist() == [8] * 3
     for run, taken in enumerate(stopped.steps_taken.tolist()):
         short = small(
-            **{**runs, "callbacks": Callbacks(on_step=lambda one, taken=taken: one.stop() if one.step == taken else 0)}
+            **{
+                **runs,
+                "callbacks": Callbacks(
+                    on_step=lambda one, taken=taken: one.stop() if one.step == taken else 0
+                ),
+            }
         )
         assert torch.equal(stopped.vectors[run], short.vectors[run])
         assert torch.equal(stopped.batch_sizes[run, :taken], whole.batch_sizes[run, :taken])
-        assert not stopped.batch_sizes[run, taken:].any() and bool(stopped.losses[run, taken:].isnan().all())
+        assert not stopped.batch_sizes[run, taken:].any() and bool(
+            stopped.losses[run, taken:].isnan().all()
+        )
         history, planned = stopped.history(run), whole.history(run)
         assert (history.steps, history.stopped, planned.stopped) == (taken, True, False)
         assert len(history.losses) == len(history.batch_sizes) == taken
@@ -384,12 +442,17 @@ def test_a_run_that_a_callback_ends_stays_as_it_was_and_the_others_go_on_as_if_a
         )
         expected = torch.as_tensor(plans[run].epsilon(steps=taken), dtype=torch.float64).expand(N)
         torch.testing.assert_close(history.epsilons(), expected)
-        assert history.guarantee == plans[run].statement(steps=taken) and history.guarantee in history.statement()
+        assert (
+            history.guarantee == plans[run].statement(steps=taken)
+            and history.guarantee in history.statement()
+        )
         assert "planned" in history.statement()
         assert json.loads(history.to_json())["steps"] == taken
 
 
-def test_an_ensemble_that_was_cut_off_after_a_run_had_ended_ends_where_it_would_have_ended(tmp_path):
+def test_an_ensemble_that_was_cut_off_after_a_run_had_ended_ends_where_it_would_have_ended(
+    tmp_path,
+):
     left, model = [5], nn.Linear(4, 3).double()
 
     def note(path):
@@ -401,14 +464,19 @@ def test_an_ensemble_that_was_cut_off_after_a_run_had_ended_ends_where_it_would_
                 os.kill(os.getpid(), signal.SIGINT)
 
         checkpoint = path and Checkpoint(path, every=100)
-        return small(model=model, plans=PLANS[:2], **SGD, callbacks=Callbacks(stop), checkpoint=checkpoint)
+        return small(
+            model=model, plans=PLANS[:2], **SGD, callbacks=Callbacks(stop), checkpoint=checkpoint
+        )
 
     whole = note(None)
     with pytest.raises(KeyboardInterrupt):
         note(tmp_path / "runs.pt")
     for _ in range(2):  # the second finds all runs at their ends
         resumed = note(tmp_path / "runs.pt")
-        assert torch.equal(whole.vectors, resumed.vectors) and resumed.steps_taken.tolist() == [3, 8]
+        assert torch.equal(whole.vectors, resumed.vectors) and resumed.steps_taken.tolist() == [
+            3,
+            8,
+        ]
 
 
 def test_only_runs_that_there_are_can_be_ended():
@@ -460,8 +528,13 @@ def test_an_ensemble_that_was_cut_off_ends_bit_for_bit_where_it_would_have_ended
     again, resumed = attempt(tmp_path / "runs.pt")
     assert signal.getsignal(signal.SIGINT) is before and not left
     assert sorted(os.listdir(tmp_path)) == ["runs.pt", "seeds-used.json"]
-    assert torch.equal(whole.vectors, resumed.vectors) and torch.equal(whole.batch_sizes, resumed.batch_sizes)
-    assert torch.equal(whole.losses.nan_to_num(-1), resumed.losses.nan_to_num(-1)) and whole.epochs == resumed.epochs
+    assert torch.equal(whole.vectors, resumed.vectors) and torch.equal(
+        whole.batch_sizes, resumed.batch_sizes
+    )
+    assert (
+        torch.equal(whole.losses.nan_to_num(-1), resumed.losses.nan_to_num(-1))
+        and whole.epochs == resumed.epochs
+    )
     assert torch.equal(total.total, again.total)
     kept = Checkpoint(tmp_path / "runs.pt", stateful={"total": again})
     read = train_ensemble(
@@ -487,7 +560,9 @@ def test_an_ensemble_that_was_cut_off_ends_bit_for_bit_where_it_would_have_ended
 
 
 @pytest.mark.parametrize("method, spoilt", [("mixed", 0), ("ghost", 3), ("func", 3), ("func", 0)])
-def test_gradients_that_are_not_finite_contribute_nothing_to_any_run_and_are_counted(method, spoilt):
+def test_gradients_that_are_not_finite_contribute_nothing_to_any_run_and_are_counted(
+    method, spoilt
+):
     x, y = examples((4,))
     x[spoilt] = math.inf
     hits = torch.zeros(2, dtype=torch.int64)
@@ -515,7 +590,9 @@ def test_gradients_that_are_not_finite_contribute_nothing_to_any_run_and_are_cou
 def test_models_and_the_global_generator_stay_as_they_were():
     model = nn.Linear(4, 3).double()
     before, state = vector(model).clone(), torch.get_rng_state()
-    ensemble = train_ensemble(model, cross_entropy, examples((4,)), plan(), seeds=[1, 1], learning_rate=0.5, workers=2)
+    ensemble = train_ensemble(
+        model, cross_entropy, examples((4,)), plan(), seeds=[1, 1], learning_rate=0.5, workers=2
+    )
     assert torch.equal(before, vector(model)) and torch.equal(state, torch.get_rng_state())
     assert torch.equal(ensemble.vectors[0], ensemble.vectors[1])
     assert ensemble.parameters["weight"].data_ptr() == ensemble.vectors.data_ptr()
@@ -532,12 +609,17 @@ def test_workers_leave_the_number_of_threads():
 
 
 def test_sampling_clipping_and_noise_of_each_run_are_as_its_plan_says():
-    """Example i moves parameter i alone, by a slope above its clip norm, so that the weights show who was taken, at
-    which norm; parameters beyond the examples show the noise. Of 40 steps of three runs: inclusions by chi-square,
-    noise by its variance, clip norms exactly (without noise)."""
+    """Example i moves parameter i alone, by a slope above its clip norm, so that the weights show
+    who was taken, at which norm; parameters beyond the examples show the noise. Of 40 steps of
+    three runs: inclusions by chi-square, noise by its variance, clip norms exactly (without
+    noise).
+    """
     n, free, steps = 60, 500, 40
     x, y = torch.arange(n), torch.zeros(n)
-    norms, rates = torch.linspace(0.5, 2, n, dtype=torch.float64), torch.linspace(0.1, 0.7, n, dtype=torch.float64)
+    norms, rates = (
+        torch.linspace(0.5, 2, n, dtype=torch.float64),
+        torch.linspace(0.1, 0.7, n, dtype=torch.float64),
+    )
     common = {"n": n, "steps": steps, "delta": 1e-3}
     plans = [
         DPSGDPlan(**common, sample_rate=0.3, max_grad_norm=1.0, noise_multiplier=0.0),
@@ -566,12 +648,17 @@ def test_sampling_clipping_and_noise_of_each_run_are_as_its_plan_says():
     moves = -torch.stack(moves, 1)  # (runs, steps, parameters): the noisy sums
     level = FALSE_ALARM / 5
     for run, plan in enumerate(plans[:2]):
-        q, clip = (torch.as_tensor(v, dtype=torch.float64).expand(n) for v in (plan.sample_rate, plan.max_grad_norm))
+        q, clip = (
+            torch.as_tensor(v, dtype=torch.float64).expand(n)
+            for v in (plan.sample_rate, plan.max_grad_norm)
+        )
         taken = moves[run, :, :n] != 0
         torch.testing.assert_close(moves[run, :, :n], taken * clip, rtol=1e-9, atol=1e-12)
         chi_square = ((taken.sum(0) - steps * q) ** 2 / (steps * q * (1 - q))).sum().item()
         assert level / 2 < stats.chi2.sf(chi_square, df=n) < 1 - level / 2
-        size = (taken.sum().item() - steps * q.sum().item()) / math.sqrt(steps * (q * (1 - q)).sum().item())
+        size = (taken.sum().item() - steps * q.sum().item()) / math.sqrt(
+            steps * (q * (1 - q)).sum().item()
+        )
         assert abs(size) < stats.norm.isf(level / 2)
     noise = moves[2, :, n:] / plans[2].noise_std
     low, high = stats.chi2.ppf([level / 2, 1 - level / 2], noise.numel())
@@ -583,7 +670,9 @@ def test_sampling_clipping_and_noise_of_each_run_are_as_its_plan_says():
 def test_runs_with_different_seeds_draw_independently():
     ensemble = small(plans=plan(steps=200, sample_rate=0.5), learning_rate=0.0)
     sizes = (ensemble.batch_sizes.double() - 20) / math.sqrt(10)
-    assert abs((sizes[0] * sizes[1]).sum().item()) / math.sqrt(200) < stats.norm.isf(FALSE_ALARM / 2)
+    assert abs((sizes[0] * sizes[1]).sum().item()) / math.sqrt(200) < stats.norm.isf(
+        FALSE_ALARM / 2
+    )
 
 
 def test_a_network_used_under_two_names_is_stacked_under_both():
@@ -615,14 +704,31 @@ def test_what_does_not_fit_together_is_refused():
         learning_rate=[-0.1, [0.1, 0.2, 0.3]],
         add=[lambda ensemble: torch.zeros(2, 3), lambda ensemble: None],
     )
-    refuses(small, {}, momentum=[-1.0], weight_decay=[math.inf], method=["magic"], workers=[0], microbatch_size=[0])
+    refuses(
+        small,
+        {},
+        momentum=[-1.0],
+        weight_decay=[math.inf],
+        method=["magic"],
+        workers=[0],
+        microbatch_size=[0],
+    )
     refuses(small, {}, checkpoint=["runs.pt"])
     refused("data", small, plans=plan(n=39))
 
 
 def test_a_data_set_with_items_is_refused_by_name():
     items = torch.utils.data.TensorDataset(*examples((4,)))
-    refused("data", train_ensemble, nn.Linear(4, 3), cross_entropy, items, plan(), seeds=[1, 2], learning_rate=0.5)
+    refused(
+        "data",
+        train_ensemble,
+        nn.Linear(4, 3),
+        cross_entropy,
+        items,
+        plan(),
+        seeds=[1, 2],
+        learning_rate=0.5,
+    )
 
 
 @pytest.mark.parametrize("change", [lambda x: x[:, :3], lambda x: x.to(torch.complex128)])
@@ -630,7 +736,14 @@ def test_inputs_that_the_model_does_not_take_are_refused_as_train_does(change):
     """They ended in PyTorch's own RuntimeError."""
     x, y = examples((4,))
     with pytest.raises(ValueError, match="model and loss"):
-        train_ensemble(nn.Linear(4, 3).double(), cross_entropy, (change(x), y), plan(), seeds=[1, 2], learning_rate=0.5)
+        train_ensemble(
+            nn.Linear(4, 3).double(),
+            cross_entropy,
+            (change(x), y),
+            plan(),
+            seeds=[1, 2],
+            learning_rate=0.5,
+        )
 
 
 class Shifted(nn.Module):
@@ -663,4 +776,13 @@ class Shifted(nn.Module):
 def test_a_model_that_will_not_do_is_refused_with_the_reason(message, model):
     made = model()
     made = [one.double() for one in made] if isinstance(made, list) else made.double()
-    refused(message, train_ensemble, made, cross_entropy, examples((4,)), plan(), seeds=[1, 2], learning_rate=0.5)
+    refused(
+        message,
+        train_ensemble,
+        made,
+        cross_entropy,
+        examples((4,)),
+        plan(),
+        seeds=[1, 2],
+        learning_rate=0.5,
+    )

@@ -8,17 +8,33 @@ import torch
 
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.per_instance import exact_composition
-from dpcompanion.training import DPSGDPlan, NormTracker, Performance, cross_entropy, loop, models, train, train_ensemble
+from dpcompanion.training import (
+    DPSGDPlan,
+    NormTracker,
+    Performance,
+    cross_entropy,
+    loop,
+    models,
+    train,
+    train_ensemble,
+)
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make gpu")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make gpu"),
+]
 N = 256
-PLAN = DPSGDPlan(n=N, sample_rate=0.25, steps=8, max_grad_norm=0.4, noise_multiplier=1.0, delta=1e-3)
+PLAN = DPSGDPlan(
+    n=N, sample_rate=0.25, steps=8, max_grad_norm=0.4, noise_multiplier=1.0, delta=1e-3
+)
 
 
 @pytest.fixture
 def data():
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(N, 1, 28, 28, generator=generator), torch.randint(10, (N,), generator=generator)
+    return torch.randn(N, 1, 28, 28, generator=generator), torch.randint(
+        10, (N,), generator=generator
+    )
 
 
 @pytest.fixture
@@ -34,12 +50,16 @@ def optimizer_of(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("options", [None, {}, {"clipping": "individual"}, {"running": True, "updates_per_epoch": 0}])
+@pytest.mark.parametrize(
+    "options", [None, {}, {"clipping": "individual"}, {"running": True, "updates_per_epoch": 0}]
+)
 def test_a_step_waits_for_nothing(data, watched, options):
     x, y = (part.cuda() for part in data)
     model = models.mnist_cnn(seed=0).cuda()
     trackers = (
-        [] if options is None else [NormTracker.for_plan(PLAN, model, cross_entropy, (x, y), device="cuda", **options)]
+        []
+        if options is None
+        else [NormTracker.for_plan(PLAN, model, cross_entropy, (x, y), device="cuda", **options)]
     )
     found = loop.TrainingLoop(
         model,
@@ -58,7 +78,9 @@ def test_a_step_waits_for_nothing(data, watched, options):
 
 
 def test_a_record_waits_for_nothing(watched):
-    account = IndividualAccountant(N, sample_rate=0.25, noise_multiplier=1.0, max_grad_norm=1.0, device="cuda")
+    account = IndividualAccountant(
+        N, sample_rate=0.25, noise_multiplier=1.0, max_grad_norm=1.0, device="cuda"
+    )
     norms, some = torch.rand(N, device="cuda"), torch.arange(5, device="cuda")
     watched()
     account.record(norms)
@@ -72,7 +94,9 @@ def test_a_run_ends_where_that_of_the_processor_does(data, clipping):
     for device in ("cpu", "cuda"):
         model = copy.deepcopy(models.mnist_cnn(seed=0)).double()
         own = (data[0].double(), data[1])
-        tracker = NormTracker.for_plan(PLAN, model, cross_entropy, own, device=device, clipping=clipping)
+        tracker = NormTracker.for_plan(
+            PLAN, model, cross_entropy, own, device=device, clipping=clipping
+        )
         history = train(
             model,
             cross_entropy,
@@ -119,10 +143,14 @@ def test_a_step_of_the_engine_waits_for_nothing(data, watched, mode):
     from dpcompanion.engine import IndividualizedPrivacyEngine
 
     model = models.mnist_cnn(seed=0).cuda()
-    model, optimizer, *rest = IndividualizedPrivacyEngine(accountant="rdp").make_private_with_budgets(
+    model, optimizer, *rest = IndividualizedPrivacyEngine(
+        accountant="rdp"
+    ).make_private_with_budgets(
         module=model,
         optimizer=optimizer_of(model),
-        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data), batch_size=64),
+        data_loader=torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(*data), batch_size=64
+        ),
         target_epsilons=torch.full((N,), 4.0),
         target_delta=1e-3,
         epochs=3,
@@ -143,7 +171,9 @@ def test_a_step_of_the_engine_waits_for_nothing(data, watched, mode):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("options", [{}, {"filter": 4.0}, {"plan": {"sample_rate": 0.03, "steps": 20}}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"filter": 4.0}, {"plan": {"sample_rate": 0.03, "steps": 20}}], ids=str
+)
 def test_several_gpus_end_where_one_process_does(options, tmp_path):
     pool = ranks.Pool(2, tmp_path, backend="nccl")
     try:
@@ -158,6 +188,10 @@ def test_several_gpus_end_where_one_process_does(options, tmp_path):
 
 def test_masses_on_a_gpu_bound_as_those_of_the_processor_do():
     masses = torch.rand(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    here, there = (exact_composition(masses.to(device), order=4, worst_case=1.0) for device in ("cpu", "cuda"))
+    here, there = (
+        exact_composition(masses.to(device), order=4, worst_case=1.0) for device in ("cpu", "cuda")
+    )
     for name in ("estimate", "upper_bound"):  # the interval is a bootstrap's, drawn there
-        torch.testing.assert_close(getattr(there, name).cpu(), getattr(here, name), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            getattr(there, name).cpu(), getattr(here, name), rtol=1e-12, atol=1e-12
+        )

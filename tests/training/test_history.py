@@ -1,4 +1,6 @@
-"""What `train` takes beside the plan, and what its history tells: epsilons, statement, card, and an early end."""
+"""What `train` takes beside the plan, and what its history tells: epsilons, statement, card, and an
+early end.
+"""
 
 import json
 import math
@@ -8,32 +10,65 @@ import torch
 
 from dpcompanion.accounting import compute_epsilon, gaussian_mu
 from dpcompanion.filters import ExactFilter, RenyiFilter
-from dpcompanion.training import Callbacks, Checkpoint, DPSGDPlan, NormTracker, Performance, Track, cross_entropy, train
+from dpcompanion.training import (
+    Callbacks,
+    Checkpoint,
+    DPSGDPlan,
+    NormTracker,
+    Performance,
+    Track,
+    cross_entropy,
+    train,
+)
 
 N, DELTA = 40, 1e-3
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0))
 DATA = X, (X[:, 0] > 0).long()
-PLAN = DPSGDPlan(n=N, sample_rate=0.25, steps=12, max_grad_norm=1.0, noise_multiplier=1.5, delta=DELTA, unit="patient")
+PLAN = DPSGDPlan(
+    n=N,
+    sample_rate=0.25,
+    steps=12,
+    max_grad_norm=1.0,
+    noise_multiplier=1.5,
+    delta=DELTA,
+    unit="patient",
+)
 
 
 def trained(plan=PLAN, seed=0, **options):
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    return model, train(model, cross_entropy, DATA, plan, optimizer=optimizer, seed=seed, progress=False, **options)
+    return model, train(
+        model, cross_entropy, DATA, plan, optimizer=optimizer, seed=seed, progress=False, **options
+    )
 
 
 @pytest.mark.slow
 def test_a_track_is_the_tracker_that_it_describes():
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
-    tracker = NormTracker.for_plan(PLAN, model, cross_entropy, DATA, clipping="individual", updates_per_epoch=2)
+    tracker = NormTracker.for_plan(
+        PLAN, model, cross_entropy, DATA, clipping="individual", updates_per_epoch=2
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    train(model, cross_entropy, DATA, PLAN, optimizer=optimizer, seed=0, progress=False, trackers=[tracker])
+    train(
+        model,
+        cross_entropy,
+        DATA,
+        PLAN,
+        optimizer=optimizer,
+        seed=0,
+        progress=False,
+        trackers=[tracker],
+    )
     other, history = trained(track=Track(clipping="individual", updates_per_epoch=2))
     assert torch.equal(model.weight, other.weight)
     assert torch.equal(history.epsilons(DELTA), tracker.epsilon(DELTA))
-    assert bool((history.epsilons() <= PLAN.epsilon()).all()) and float(history.epsilons().min()) < PLAN.epsilon()
+    assert (
+        bool((history.epsilons() <= PLAN.epsilon()).all())
+        and float(history.epsilons().min()) < PLAN.epsilon()
+    )
 
 
 def test_without_an_account_each_has_what_the_plan_guarantees():
@@ -42,7 +77,9 @@ def test_without_an_account_each_has_what_the_plan_guarantees():
     _, history = trained(track=Track())  # an estimate, which is no bound
     assert history.epsilons().tolist() == [PLAN.epsilon()] * N
     assert float(history.tracker.estimated_epsilon(DELTA).min()) < PLAN.epsilon()
-    own = DPSGDPlan.for_epsilons({1.0: 0.5, 2.0: 0.5}, n=N, batch_size=8, epochs=2, max_grad_norm=1.0, delta=DELTA)
+    own = DPSGDPlan.for_epsilons(
+        {1.0: 0.5, 2.0: 0.5}, n=N, batch_size=8, epochs=2, max_grad_norm=1.0, delta=DELTA
+    )
     _, history = trained(own)
     assert torch.equal(history.epsilons(), own.epsilon())
 
@@ -53,7 +90,9 @@ def test_a_filter_of_the_plan_holds_everybody_to_their_budget(kind):
     options = {"levels": [0.5, 1.0], "block": 2, "progress": False} if kind is ExactFilter else {}
     filter = kind.for_plan(PLAN, budgets, **options)
     _, history = trained(filter=filter)
-    assert bool((history.epsilons() <= PLAN.budgets(budgets)).all()) and bool((filter.spent > 0).any())
+    assert bool((history.epsilons() <= PLAN.budgets(budgets)).all()) and bool(
+        (filter.spent > 0).any()
+    )
     assert kind.__name__ in history.statement()
     assert json.loads(history.to_json())["promised_quantiles"]["1"] <= 1.0
     with pytest.raises(ValueError, match="track.*clipping"):
@@ -66,7 +105,10 @@ def test_performance_is_the_single_keywords():
     assert torch.equal(one.weight, two.weight)
     with pytest.raises(ValueError, match="performance must hold method"):
         trained(performance=Performance(), method="func")
-    for wrong, name in ((dict(method="slow"), "method"), (dict(microbatch_size=0), "microbatch_size")):
+    for wrong, name in (
+        (dict(method="slow"), "method"),
+        (dict(microbatch_size=0), "microbatch_size"),
+    ):
         with pytest.raises(ValueError, match=name):
             Performance(**wrong)
     for wrong in ({"performance": "fast"}, {"track": "individual"}, {"track": Track(rounding=3.0)}):
@@ -84,17 +126,24 @@ def test_a_callback_ends_a_run_whose_history_is_of_the_steps_taken(tmp_path):
     weights = []
     callbacks = Callbacks(on_step=lambda run: weights.append(run.model.weight.detach().clone()))
     trained(callbacks=callbacks)
-    model, history = trained(callbacks=stop_at(5), checkpoint=Checkpoint(tmp_path / "run"), track=Track())
+    model, history = trained(
+        callbacks=stop_at(5), checkpoint=Checkpoint(tmp_path / "run"), track=Track()
+    )
     assert torch.equal(model.weight, weights[4]) and history.stopped and history.steps == 5
     assert len(history.losses) == len(history.batch_sizes) == 5 and history.epochs[-1]["step"] == 5
     assert history.epsilons().tolist() == [PLAN.epsilon(steps=5)] * N
     said, card = history.statement(), json.loads(history.to_json())
     assert "5 of 12 planned steps" in said and "all planned steps" in said
     assert (card["steps"], card["planned_steps"], card["stopped"]) == (5, 12, True)
-    assert card["epsilon"] == PLAN.epsilon(steps=5) and card["epsilon_of_planned_steps"] == PLAN.epsilon()
+    assert (
+        card["epsilon"] == PLAN.epsilon(steps=5)
+        and card["epsilon_of_planned_steps"] == PLAN.epsilon()
+    )
     # It has ended: it does not go on.
     again, other = trained(checkpoint=Checkpoint(tmp_path / "run"), track=Track())
-    assert torch.equal(again.weight, model.weight) and other.steps == 5 and other.statement() == said
+    assert (
+        torch.equal(again.weight, model.weight) and other.steps == 5 and other.statement() == said
+    )
 
 
 def test_a_run_that_is_stopped_at_its_last_step_or_at_the_end_of_an_epoch_ends_as_any():
@@ -105,7 +154,9 @@ def test_a_run_that_is_stopped_at_its_last_step_or_at_the_end_of_an_epoch_ends_a
 
 
 def test_a_card_says_what_the_run_guarantees(tmp_path):
-    full = DPSGDPlan(n=N, sample_rate=1.0, steps=4, max_grad_norm=1.0, noise_multiplier=4.0, delta=DELTA)
+    full = DPSGDPlan(
+        n=N, sample_rate=1.0, steps=4, max_grad_norm=1.0, noise_multiplier=4.0, delta=DELTA
+    )
     _, history = trained(full)
     history.to_json(tmp_path / "card.json", tuned="the learning rate, on other data")
     card = json.loads((tmp_path / "card.json").read_text())
@@ -129,9 +180,17 @@ def test_a_card_says_what_the_run_guarantees(tmp_path):
 
 
 def test_a_card_without_noise_says_that_nothing_is_known():
-    _, history = trained(DPSGDPlan(n=N, sample_rate=0.5, steps=2, max_grad_norm=1.0, noise_multiplier=0.0, delta=DELTA))
+    _, history = trained(
+        DPSGDPlan(
+            n=N, sample_rate=0.5, steps=2, max_grad_norm=1.0, noise_multiplier=0.0, delta=DELTA
+        )
+    )
     card = json.loads(history.to_json())
-    assert card["epsilon"] is None and card["gaussian_dp"] is None and "infinite" in history.statement()
+    assert (
+        card["epsilon"] is None
+        and card["gaussian_dp"] is None
+        and "infinite" in history.statement()
+    )
     assert history.epsilons().tolist() == [math.inf] * N
     with pytest.raises(ValueError, match="tuned"):
         history.to_json(tuned=3)

@@ -1,5 +1,6 @@
-"""Items that are mappings, or anything with a collate function: a step is that of autograd of one example at a time,
-and what mixes examples on the way into a batch is refused."""
+"""Items that are mappings, or anything with a collate function: a step is that of autograd of one
+example at a time, and what mixes examples on the way into a batch is refused.
+"""
 
 import dataclasses
 
@@ -8,7 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from dpcompanion.training import Checkpoint, DPSGDPlan, NormTracker, Track, by_person, cross_entropy, train
+from dpcompanion.training import (
+    Checkpoint,
+    DPSGDPlan,
+    NormTracker,
+    Track,
+    by_person,
+    cross_entropy,
+    train,
+)
 
 from ..refusals import refused
 
@@ -26,7 +35,11 @@ class Texts(torch.nn.Module):
     def __init__(self, output=Output):
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.out, self.output = torch.nn.Embedding(WORDS, 4), torch.nn.Linear(4, CLASSES), output
+        self.embed, self.out, self.output = (
+            torch.nn.Embedding(WORDS, 4),
+            torch.nn.Linear(4, CLASSES),
+            output,
+        )
 
     def forward(self, ids, mask):
         words = self.embed(ids) * mask[..., None]
@@ -36,7 +49,11 @@ class Texts(torch.nn.Module):
 def items(n=N):
     g = torch.Generator().manual_seed(1)
     return [
-        {"ids": torch.randint(1, WORDS, (1 + 5 * i % 7,), generator=g), "label": i % CLASSES, "weight": 1.0 + i % 2}
+        {
+            "ids": torch.randint(1, WORDS, (1 + 5 * i % 7,), generator=g),
+            "label": i % CLASSES,
+            "weight": 1.0 + i % 2,
+        }
         for i in range(n)
     ]
 
@@ -62,7 +79,10 @@ def as_pair(rows):
 
 def as_named_pair(rows):
     batch = padded(rows)
-    return {"mask": batch["mask"], "ids": batch["ids"]}, [batch["labels"], {"weight": batch["weight"]}]
+    return {"mask": batch["mask"], "ids": batch["ids"]}, [
+        batch["labels"],
+        {"weight": batch["weight"]},
+    ]
 
 
 def of_list(outputs, targets):
@@ -79,7 +99,9 @@ KINDS = {
 def one_step(model, loss, data, n, **options):
     """What a step without noise adds up, {name: tensor}."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    plan = DPSGDPlan(n=n, sample_rate=1.0, steps=1, max_grad_norm=CLIP, noise_multiplier=0.0, delta=1e-2)
+    plan = DPSGDPlan(
+        n=n, sample_rate=1.0, steps=1, max_grad_norm=CLIP, noise_multiplier=0.0, delta=1e-2
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     train(model, loss, data, plan, optimizer=optimizer, seed=0, progress=False, **options)
     return {name: n * (before[name] - p.detach()) for name, p in model.named_parameters()}
@@ -120,7 +142,9 @@ def test_with_people_it_is_that_of_one_person_at_a_time(kind):
     make, collate, loss = KINDS[kind]
     people = [3, 1, 3, 7, 3, 1, 3, 9, 9, 9, 1, 5]
     groups = [[i for i, who in enumerate(people) if who == name] for name in sorted(set(people))]
-    found = one_step(make(), loss, items(), len(groups), collate_fn=collate, people=people, at_most=4)
+    found = one_step(
+        make(), loss, items(), len(groups), collate_fn=collate, people=people, at_most=4
+    )
     for name, g in by_autograd(kind, items(), groups).items():
         torch.testing.assert_close(found[name], g, rtol=1e-4, atol=1e-5)
 
@@ -128,14 +152,20 @@ def test_with_people_it_is_that_of_one_person_at_a_time(kind):
 def test_people_of_two_tensors_are_those_of_by_person():
     x, y, people = torch.randn(9, 4), torch.arange(9) % 3, [2, 0, 2, 1, 1, 1, 0, 2, 2]
     found = []
-    for data, options in (((x, y), {"people": people, "at_most": 2}), (by_person(x, y, people, at_most=2), {})):
+    for data, options in (
+        ((x, y), {"people": people, "at_most": 2}),
+        (by_person(x, y, people, at_most=2), {}),
+    ):
         torch.manual_seed(0)
         found.append(one_step(torch.nn.Linear(4, 3), cross_entropy, data, 3, **options)["weight"])
     assert torch.equal(*found)
 
 
 def test_persons_without_rows_take_part_and_items_without_a_function_are_stacked():
-    rows = [{"ids": torch.tensor([1 + i % 9, 2]), "mask": torch.ones(2), "labels": i % CLASSES} for i in range(6)]
+    rows = [
+        {"ids": torch.tensor([1 + i % 9, 2]), "mask": torch.ones(2), "labels": i % CLASSES}
+        for i in range(6)
+    ]
 
     def loss(outputs, batch):
         return F.cross_entropy(outputs.logits, batch["labels"], reduction="none")
@@ -156,7 +186,9 @@ def masked(rows):
 
 
 def test_draws_of_a_collate_function_are_the_runs_own_and_a_run_goes_on(tmp_path):
-    plan = DPSGDPlan(n=N, sample_rate=0.5, steps=6, max_grad_norm=CLIP, noise_multiplier=1.0, delta=1e-2)
+    plan = DPSGDPlan(
+        n=N, sample_rate=0.5, steps=6, max_grad_norm=CLIP, noise_multiplier=1.0, delta=1e-2
+    )
 
     def run(steps=None, **options):
         model = Texts()
@@ -181,12 +213,23 @@ def test_draws_of_a_collate_function_are_the_runs_own_and_a_run_goes_on(tmp_path
 
 
 def test_accounts_follow_items_and_a_tracker_of_others_is_refused():
-    plan = DPSGDPlan(n=N, sample_rate=0.3, steps=5, max_grad_norm=4.0, noise_multiplier=1.0, delta=1e-2)
+    plan = DPSGDPlan(
+        n=N, sample_rate=0.3, steps=5, max_grad_norm=4.0, noise_multiplier=1.0, delta=1e-2
+    )
     model, data = Texts(), items()
-    run = dict(optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seed=0, collate_fn=padded, progress=False)
-    history = train(model, weighted, data, plan, track=Track(clipping="individual", rounding=None), **run)
+    run = dict(
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        seed=0,
+        collate_fn=padded,
+        progress=False,
+    )
+    history = train(
+        model, weighted, data, plan, track=Track(clipping="individual", rounding=None), **run
+    )
     assert len(history.epsilons().unique()) > 3 and history.epsilons().max() <= plan.epsilon()
-    cut = [{"ids": row["ids"][:1], "mask": torch.ones(1), "labels": 0, "weight": 1.0} for row in data]
+    cut = [
+        {"ids": row["ids"][:1], "mask": torch.ones(1), "labels": 0, "weight": 1.0} for row in data
+    ]
     for other in (cut, by_person(data, people=range(N), at_most=1, collate_fn=padded)):
         tracker = NormTracker.for_plan(plan, model, weighted, other)
         refused("trackers", train, model, weighted, data, plan, trackers=[tracker], **run)
@@ -205,7 +248,11 @@ def balanced(rows):
 
 def mixup(rows):
     batch = padded(rows)
-    return batch | {"weight": batch["weight"].lerp(batch["weight"][torch.randperm(len(rows))], float(torch.rand(())))}
+    return batch | {
+        "weight": batch["weight"].lerp(
+            batch["weight"][torch.randperm(len(rows))], float(torch.rand(()))
+        )
+    }
 
 
 def rolled(rows):
@@ -233,7 +280,15 @@ def test_what_mixes_examples_on_the_way_into_a_batch_is_refused(collate):
         row["weight"] = 3.0
     refused("collate_fn", one_step, Texts(), weighted, rows, 40, collate_fn=collate)
     with pytest.raises(ValueError, match="collate_fn"):
-        one_step(Texts(), weighted, rows, 20, collate_fn=collate, people=[i // 2 for i in range(40)], at_most=2)
+        one_step(
+            Texts(),
+            weighted,
+            rows,
+            20,
+            collate_fn=collate,
+            people=[i // 2 for i in range(40)],
+            at_most=2,
+        )
 
 
 def mixing(outputs, batch):
@@ -270,4 +325,6 @@ def test_tensors_take_no_collate_function():
         (torch.randn(4, 2), torch.zeros(4)),
         by_person(torch.randn(4, 2), torch.zeros(4), range(4), at_most=1),
     ):
-        refused("collate_fn", one_step, torch.nn.Linear(2, 2), cross_entropy, data, 4, collate_fn=list)
+        refused(
+            "collate_fn", one_step, torch.nn.Linear(2, 2), cross_entropy, data, 4, collate_fn=list
+        )

@@ -28,8 +28,10 @@ from dpcompanion.training.tracking import NormTracker
 
 from ..refusals import refused, refuses
 
-KEYS = ("identity", "step", "model", "optimizer", "generators", "stateful", "history")  # of a checkpoint
-FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right trainer would have failed
+# of a checkpoint
+KEYS = ("identity", "step", "model", "optimizer", "generators", "stateful", "history")
+# the seeds are fixed; this is the probability with which a right trainer would have failed
+FALSE_ALARM = 1e-6
 
 
 def problem(n=40, steps=30, sample_rate=0.05, dtype=torch.float64, **changes):
@@ -64,7 +66,9 @@ def extras(on_step=None, on_epoch=None, path=None, every=None, stateful=None, **
 def run(data, plan, *, model=None, seed=5, **arguments):
     model = network(data[0].dtype) if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    history = train(model, cross_entropy, data, plan, optimizer=optimizer, seed=seed, **extras(**arguments))
+    history = train(
+        model, cross_entropy, data, plan, optimizer=optimizer, seed=seed, **extras(**arguments)
+    )
     return model, history
 
 
@@ -96,7 +100,11 @@ def test_a_step_is_the_noisy_clipped_sum_over_the_public_constant():
 
 def test_an_empty_draw_is_a_step_of_noise_alone_with_the_promised_spread():
     data, plan = problem(
-        n=4, steps=300, sample_rate=1e-9, max_grad_norm=torch.tensor([1.0, 2.0, 3.0, 6.0]), noise_multiplier=0.7
+        n=4,
+        steps=300,
+        sample_rate=1e-9,
+        max_grad_norm=torch.tensor([1.0, 2.0, 3.0, 6.0]),
+        noise_multiplier=0.7,
     )
     seen = []
 
@@ -119,8 +127,13 @@ def test_in_a_real_run_the_noise_around_the_clipped_sum_has_the_promised_spread(
     def note(run):
         x, y = data[0][run.indices], data[1][run.indices]
         if state:
-            total = clipping.clipped_sum(state["before"], cross_entropy, x, y, 0.5).gradients.values()
-            noisy = torch.cat([p.grad.flatten() for p in run.model.parameters()]) * plan.expected_batch_size
+            total = clipping.clipped_sum(
+                state["before"], cross_entropy, x, y, 0.5
+            ).gradients.values()
+            noisy = (
+                torch.cat([p.grad.flatten() for p in run.model.parameters()])
+                * plan.expected_batch_size
+            )
             state["noise"].append(noisy - torch.cat([g.flatten() for g in total]))
         else:
             state["noise"], state["before"] = [], nn.Linear(4, 3).double()
@@ -321,7 +334,13 @@ def test_a_finished_run_is_read_back_without_training(tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [{"seed": 6}, {"noise_multiplier": 0.9}, {"n": 41}, {"dtype": torch.float32}, {"stateful": {"counter": Counter()}}],
+    [
+        {"seed": 6},
+        {"noise_multiplier": 0.9},
+        {"n": 41},
+        {"dtype": torch.float32},
+        {"stateful": {"counter": Counter()}},
+    ],
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, change):
     data, plan = problem()
@@ -340,10 +359,20 @@ def test_a_checkpoint_of_other_numbers_is_refused(tmp_path, change):
     optimizer = (
         torch.optim.Adam(model.parameters(), lr=0.3)
         if change == "optimizer"
-        else torch.optim.SGD(model.parameters(), lr=0.2 if change == "learning rate" else 0.3, momentum=0.9)
+        else torch.optim.SGD(
+            model.parameters(), lr=0.2 if change == "learning rate" else 0.3, momentum=0.9
+        )
     )
     with pytest.raises(ValueError, match="checkpoint"):
-        train(model, cross_entropy, data, plan, optimizer=optimizer, seed=5, checkpoint=Checkpoint(tmp_path / "run.pt"))
+        train(
+            model,
+            cross_entropy,
+            data,
+            plan,
+            optimizer=optimizer,
+            seed=5,
+            checkpoint=Checkpoint(tmp_path / "run.pt"),
+        )
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", {"weights": torch.ones(2)}])
@@ -360,7 +389,14 @@ def test_numpy_numbers_of_a_callback_are_read_back_and_what_cannot_be_is_refused
     _, read = run(data, plan, path=tmp_path / "run.pt")
     assert read.epochs[0]["accuracy"] == 0.5 and read.epochs[-1]["classes"].tolist() == [1, 2]
     assert read.epochs[0]["words"] == ["a", None]
-    refused("on_epoch", run, data, plan, path=tmp_path / "other.pt", on_epoch=lambda _: {"figure": object()})
+    refused(
+        "on_epoch",
+        run,
+        data,
+        plan,
+        path=tmp_path / "other.pt",
+        on_epoch=lambda _: {"figure": object()},
+    )
 
 
 class MixesInTraining(nn.Module):
@@ -376,8 +412,12 @@ class MixesInTraining(nn.Module):
 
 @pytest.mark.parametrize("method", ["auto", "mixed", "ghost"])
 @pytest.mark.parametrize("always", [False, True])
-def test_a_model_that_mixes_examples_is_refused_by_every_method_that_sees_them_together(method, always):
-    refused("rest of the batch", run, *problem(), model=MixesInTraining(always).double(), method=method)
+def test_a_model_that_mixes_examples_is_refused_by_every_method_that_sees_them_together(
+    method, always
+):
+    refused(
+        "rest of the batch", run, *problem(), model=MixesInTraining(always).double(), method=method
+    )
 
 
 class BesideItsLayer(nn.Module):
@@ -413,7 +453,9 @@ def test_a_checkpoint_with_a_flipped_bit_a_missing_end_or_a_missing_part_is_refu
     path.write_bytes(written)
     content = checkpoints.read_checkpoint(path, KEYS)
     for key in KEYS:
-        checkpoints.write_checkpoint(path, {name: part for name, part in content.items() if name != key})
+        checkpoints.write_checkpoint(
+            path, {name: part for name, part in content.items() if name != key}
+        )
         refused("checkpoint", run, data, plan, path=path)
 
 
@@ -443,7 +485,10 @@ def test_gradients_that_are_not_finite_are_dropped_counted_and_warned_of_once(tm
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, history = run(
-            data, plan, on_step=lambda run: hits.append((run.indices == 3).sum().item()), path=tmp_path / "run.pt"
+            data,
+            plan,
+            on_step=lambda run: hits.append((run.indices == 3).sum().item()),
+            path=tmp_path / "run.pt",
         )
     assert weights(model).isfinite().all()
     assert history.dropped == sum(hits) > 1
@@ -460,7 +505,9 @@ def test_epsilon_after_every_epoch_is_the_plans():
     assert [entry["epsilon"] for entry in history.epochs] == expected
 
 
-@pytest.mark.parametrize("frozen, by_data", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    "frozen, by_data", [(False, False), (True, False), (False, True), (True, True)]
+)
 def test_statistics_in_a_new_tensor_or_a_frozen_parameter_are_refused_too(frozen, by_data):
     class Averaging(nn.Module):
         def __init__(self):
@@ -500,7 +547,13 @@ def test_a_model_that_keeps_statistics_in_its_own_code_is_refused():
             return x
 
     data, plan = problem(sample_rate=0.5)
-    refused("buffer '0.seen'", run, data, plan, model=nn.Sequential(Counting(), nn.Linear(4, 3)).double())
+    refused(
+        "buffer '0.seen'",
+        run,
+        data,
+        plan,
+        model=nn.Sequential(Counting(), nn.Linear(4, 3)).double(),
+    )
 
 
 def test_a_frozen_parameter_stays_where_it_is_whatever_gradient_it_was_left_with():
@@ -524,9 +577,23 @@ def test_what_does_not_fit_together_is_refused_before_any_work():
     optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
     refused("optimizer", train, other, cross_entropy, data, plan, optimizer=optimizer, seed=0)
     refused("data", run, (data[0][1:], data[1][1:]), plan)
-    refused("BatchNorm1d", run, data, plan, model=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double())
+    refused(
+        "BatchNorm1d",
+        run,
+        data,
+        plan,
+        model=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double(),
+    )
     good = {"data": data, "plan": plan}
-    refuses(run, good, method=["magic"], microbatch_size=[0], seed=[-1], checkpoint=["run.pt"], callbacks=[print])
+    refuses(
+        run,
+        good,
+        method=["magic"],
+        microbatch_size=[0],
+        seed=[-1],
+        checkpoint=["run.pt"],
+        callbacks=[print],
+    )
 
 
 @pytest.mark.parametrize(
@@ -548,7 +615,14 @@ def test_nothing_else_is_kept_under_the_name_of_a_tracker(tmp_path):
     model = network()
     tracker, other = (NormTracker.for_plan(plan, model, cross_entropy, data) for _ in range(2))
     with pytest.raises(ValueError, match="stateful"):
-        run(data, plan, model=model, trackers=[tracker], path=tmp_path / "run.pt", stateful={"tracker 0": other})
+        run(
+            data,
+            plan,
+            model=model,
+            trackers=[tracker],
+            path=tmp_path / "run.pt",
+            stateful={"tracker 0": other},
+        )
 
 
 def test_bars_are_silent_off_a_terminal_and_can_be_forced_or_switched_off(capsys):
@@ -563,25 +637,36 @@ def test_bars_are_silent_off_a_terminal_and_can_be_forced_or_switched_off(capsys
 @pytest.mark.slow
 def test_training_imports_nothing_but_torch_numpy_and_scipy():
     code = (
-        "import sys; sys.modules.update(dict.fromkeys(['opacus', 'dp_accounting', 'mlxtend', 'tqdm']))\n"
+        "import sys; sys.modules.update(dict.fromkeys(['opacus', 'dp_accounting', 'mlxtend', "
+        "'tqdm']))\n"
         "import torch; from dpcompanion.training import *\n"
-        "plan = DPSGDPlan(n=9, sample_rate=.5, steps=2, max_grad_norm=1., noise_multiplier=1., delta=.1)\n"
+        "plan = DPSGDPlan(n=9, sample_rate=.5, steps=2, max_grad_norm=1., noise_multiplier=1., "
+        "delta=.1)\n"
         "model = torch.nn.Linear(2, 2)\n"
-        "train(model, cross_entropy, (torch.randn(9, 2), torch.ones(9).long()), plan, seed=0, progress=True,\n"
+        "train(model, cross_entropy, (torch.randn(9, 2), torch.ones(9).long()), plan, seed=0, "
+        "progress=True,\n"
         "      optimizer=torch.optim.Adam(model.parameters()))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_two_runs_with_one_seed_share_batches_and_noise():
-    """What the sharp edges warn of: on data that differ in one row, the difference of the models is free of noise."""
+    """What the sharp edges warn of: on data that differ in one row, the difference of the models is
+    free of noise.
+    """
     (x, y), plan = problem(steps=1, sample_rate=1.0, noise_multiplier=50.0)
     other = x.clone()
     other[7] += 1
-    one, two = (torch.cat([p.detach().flatten() for p in run((data, y), plan)[0].parameters()]) for data in (x, other))
+    one, two = (
+        torch.cat([p.detach().flatten() for p in run((data, y), plan)[0].parameters()])
+        for data in (x, other)
+    )
     alone = torch.cat([p.detach().flatten() for p in network().parameters()])
-    sensitivity = 2 * plan.max_grad_norm / plan.expected_batch_size * 0.3  # the learning rate of `run`
+    # the learning rate of `run`
+    sensitivity = 2 * plan.max_grad_norm / plan.expected_batch_size * 0.3
     assert 0 < (one - two).norm() <= sensitivity * (1 + 1e-9) < (one - alone).norm() / 10
 
 
@@ -595,13 +680,18 @@ class Noisy(torch.utils.data.Dataset):
         return len(self.x)
 
     def __getitem__(self, i):
-        return self.x[i] + self.scale * torch.randn(self.x[i].shape, dtype=self.x.dtype), int(self.y[i])
+        return self.x[i] + self.scale * torch.randn(self.x[i].shape, dtype=self.x.dtype), int(
+            self.y[i]
+        )
 
 
 @pytest.mark.parametrize("method", ["mixed", "func"])
 def test_a_data_set_gives_bit_for_bit_what_two_tensors_give(method):
     data, plan = problem()
-    both = [run(given, plan, model=network(), method=method) for given in (data, torch.utils.data.TensorDataset(*data))]
+    both = [
+        run(given, plan, model=network(), method=method)
+        for given in (data, torch.utils.data.TensorDataset(*data))
+    ]
     (first, one), (second, other) = both
     assert same(first, second) and torch.equal(one.batch_sizes, other.batch_sizes)
     assert torch.equal(one.losses.nan_to_num(-1), other.losses.nan_to_num(-1))
@@ -651,7 +741,8 @@ def test_what_is_trained_may_not_change_on_the_way(frozen):
 
     def switch(run):
         model[0].requires_grad_(frozen)
-        cross_entropy(model(data[0]), data[1]).sum().backward()  # whose gradients the optimizer would follow
+        # whose gradients the optimizer would follow
+        cross_entropy(model(data[0]), data[1]).sum().backward()
 
     before = model[0].weight.detach().clone()
     refused("0.bias, 0.weight", run, data, plan, model=model, **extras(on_step=switch))

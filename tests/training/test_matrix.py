@@ -1,8 +1,10 @@
-"""Layers that people use, in all ways of training: what autograd says of one example at a time, or a ValueError.
+"""Layers that people use, in all ways of training: what autograd says of one example at a time, or
+a ValueError.
 
-The table of `layers.CASES` is crossed with methods, modes, frozen parameters, types, empty draws and the order of
-calls. The short run takes a fixed design in which every layer meets every method, and every two of the other settings
-meet; three more settings of the product, for every layer and method, are marked slow.
+The table of `layers.CASES` is crossed with methods, modes, frozen parameters, types, empty draws
+and the order of calls. The short run takes a fixed design in which every layer meets every method,
+and every two of the other settings meet; three more settings of the product, for every layer and
+method, are marked slow.
 """
 
 import importlib.util
@@ -15,7 +17,9 @@ import torch
 from dpcompanion.gradients.tensors import UnsupportedModel
 from dpcompanion.training import DPSGDPlan, clipped_sum, cross_entropy, gradient_norms, train
 
-_spec = importlib.util.spec_from_file_location("layers", pathlib.Path(__file__).parent.parent / "layers.py")
+_spec = importlib.util.spec_from_file_location(
+    "layers", pathlib.Path(__file__).parent.parent / "layers.py"
+)
 layers = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(layers)
 
@@ -78,9 +82,23 @@ def check(name, method, settings):
         if order == "norms first":
             seen.append(gradient_norms(model, cross_entropy, x, y))
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
-        train(model, cross_entropy, (x, y), plan, optimizer=optimizer, seed=0, method=method, progress=False)
+        train(
+            model,
+            cross_entropy,
+            (x, y),
+            plan,
+            optimizer=optimizer,
+            seed=0,
+            method=method,
+            progress=False,
+        )
     except ValueError as error:
-        assert dtype == torch.bfloat16 or str(error).partition(" ")[0] in ("model", "method", "no", "layer"), error
+        assert dtype == torch.bfloat16 or str(error).partition(" ")[0] in (
+            "model",
+            "method",
+            "no",
+            "layer",
+        ), error
         return error
     # A layer that keeps something of its examples keeps nothing of an empty draw.
     assert not (case.refused and mode == "train" and draw == "everybody" or dtype == torch.bfloat16)
@@ -96,7 +114,9 @@ def check(name, method, settings):
     for got, expected in zip(moved, total):
         assert (got - expected).norm() <= close * limits.sum()
     if seen and draw == "everybody":
-        assert torch.allclose(seen[0].to(norms), norms, rtol=1e-3 if dtype == torch.float32 else 1e-6)
+        assert torch.allclose(
+            seen[0].to(norms), norms, rtol=1e-3 if dtype == torch.float32 else 1e-6
+        )
     return "as autograd"
 
 
@@ -114,7 +134,8 @@ def test_a_layer_is_trained_as_autograd_says_or_refused(name, method, settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", PRODUCT[::31], ids=name_of)  # of the whole product, which takes 40 minutes
+# of the whole product, which takes 40 minutes
+@pytest.mark.parametrize("settings", PRODUCT[::31], ids=name_of)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_layer_in_every_way_is_trained_as_autograd_says_or_refused(method, settings):
     for name in layers.CASES:
@@ -122,7 +143,13 @@ def test_every_layer_in_every_way_is_trained_as_autograd_says_or_refused(method,
 
 
 # Which layers some method takes, in training mode as they are: a refusal must not spread unseen.
-REFUSED = {"BatchNorm1d", "BatchNorm2d", "Embedding with max_norm", "InstanceNorm2d with statistics", "spectral_norm"}
+REFUSED = {
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "Embedding with max_norm",
+    "InstanceNorm2d with statistics",
+    "spectral_norm",
+}
 UNABLE = {"GRU", "LSTM, packed", "RNN"}  # torch.func cannot take them
 
 
@@ -130,12 +157,17 @@ UNABLE = {"GRU", "LSTM, packed", "RNN"}  # torch.func cannot take them
 def test_auto_takes_every_layer_but_those_that_mix_or_keep_something_or_that_no_method_takes():
     settings = "train", "nothing", torch.float32, "everybody", "once"
     found = {name: check(name, "auto", settings) for name in layers.CASES}
-    assert {name for name, what in found.items() if isinstance(what, ValueError)} == REFUSED | UNABLE
-    assert all(isinstance(found[name], UnsupportedModel) and "layer" in str(found[name]) for name in UNABLE)
+    assert {
+        name for name, what in found.items() if isinstance(what, ValueError)
+    } == REFUSED | UNABLE
+    assert all(
+        isinstance(found[name], UnsupportedModel) and "layer" in str(found[name]) for name in UNABLE
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["positions of a batch of one", "BertEmbeddings", "GPT2Model", "Embedding with padding_idx"]
+    "name",
+    ["positions of a batch of one", "BertEmbeddings", "GPT2Model", "Embedding with padding_idx"],
 )
 @pytest.mark.parametrize("method", ["mixed", "ghost"])
 def test_embeddings_of_transformers_are_taken_apart_into_layers(name, method):

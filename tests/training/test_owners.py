@@ -46,7 +46,9 @@ def test_names_of_any_type_are_persons_in_their_order(people, names):
     assert data.owners.tolist() == [1, 0, 1] and data.counts.tolist() == [1, 2]
     assert names is None or data.persons.tolist() == names
     again = by_person(torch.eye(3), torch.zeros(3), people, at_most=2, persons=data.persons[::-1])
-    assert again.owners.tolist() == [0, 1, 0] and again.persons.tolist() == data.persons.tolist()[::-1]
+    assert (
+        again.owners.tolist() == [0, 1, 0] and again.persons.tolist() == data.persons.tolist()[::-1]
+    )
 
 
 def test_names_without_an_order_stand_as_they_come_first():
@@ -60,12 +62,21 @@ def test_a_table_of_numpy_or_pandas_is_the_tensors_of_its_numbers(index):
     whole = by_person(x, y, PEOPLE, at_most=4)
     frame = pandas.DataFrame(x.numpy(), index=index).assign(label=y.numpy(), who=PEOPLE)
     columns = frame.drop(columns=["label", "who"]), frame["label"], frame["who"]
-    for made in (by_person(*columns, at_most=4), by_person(x.numpy()[::-1][::-1], y.tolist(), PEOPLE, at_most=4)):
+    for made in (
+        by_person(*columns, at_most=4),
+        by_person(x.numpy()[::-1][::-1], y.tolist(), PEOPLE, at_most=4),
+    ):
         assert made.x.dtype == torch.float32 and made.digest == whole.digest
-        assert all(torch.equal(a["rows"], b["rows"]) for a, b in zip(made.part(0, 4), whole.part(0, 4)))
+        assert all(
+            torch.equal(a["rows"], b["rows"]) for a, b in zip(made.part(0, 4), whole.part(0, 4))
+        )
     assert by_person(x.double().numpy(), y, PEOPLE, at_most=4).x.dtype == torch.float64
-    assert by_person(frame[[0]].assign(known=True), y, PEOPLE, at_most=4).x[:, 1].tolist() == [1] * 8
-    plan = DPSGDPlan(n=4, sample_rate=0.5, steps=3, max_grad_norm=0.5, noise_multiplier=1.0, delta=1e-2)
+    assert (
+        by_person(frame[[0]].assign(known=True), y, PEOPLE, at_most=4).x[:, 1].tolist() == [1] * 8
+    )
+    plan = DPSGDPlan(
+        n=4, sample_rate=0.5, steps=3, max_grad_norm=0.5, noise_multiplier=1.0, delta=1e-2
+    )
     model, _ = trained(whole, plan)
     other, _ = trained(columns[:2], plan, people=columns[2], at_most=4)
     assert torch.equal(model.weight, other.weight)

@@ -1,5 +1,6 @@
-"""Persons as units: their gradient is one example's, however many rows they have, and all that is said of examples
-holds of them."""
+"""Persons as units: their gradient is one example's, however many rows they have, and all that is
+said of examples holds of them.
+"""
 
 import math
 
@@ -26,7 +27,9 @@ PEOPLE = [3, 1, 3, 7, 3, 1, 3, 9]  # four persons with 2, 4, 1 and 1 rows
 
 def table(rows=8, *shape, seed=0):
     g = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, *(shape or (5,)), generator=g), torch.randint(0, 3, (rows,), generator=g)
+    return torch.randn(rows, *(shape or (5,)), generator=g), torch.randint(
+        0, 3, (rows,), generator=g
+    )
 
 
 def linear(seed=0):
@@ -81,8 +84,12 @@ def test_the_gradient_of_a_person_is_that_of_one_loss_and_is_clipped_once(name, 
     torch.testing.assert_close(found.norms, norms, rtol=1e-9, atol=0)
     assert (norms > 0.4).any() and norms[2] == 0
     for k, (key, p) in enumerate(model.named_parameters()):
-        wanted = sum(each[k] * min(1, 0.4 / max(float(norm), 1e-300)) for each, norm in zip(gradients, norms))
-        torch.testing.assert_close(found.gradients[f"model.{key}"], wanted.view_as(p), rtol=1e-6, atol=1e-9)
+        wanted = sum(
+            each[k] * min(1, 0.4 / max(float(norm), 1e-300)) for each, norm in zip(gradients, norms)
+        )
+        torch.testing.assert_close(
+            found.gradients[f"model.{key}"], wanted.view_as(p), rtol=1e-6, atol=1e-9
+        )
 
 
 def trained(data, plan, **options):
@@ -102,11 +109,15 @@ def trained(data, plan, **options):
 @pytest.mark.parametrize("method", ["auto", "ghost", "func"])
 def test_one_row_each_is_what_it_was_bit_for_bit(method):
     x, y = table(40)
-    plan = DPSGDPlan(n=40, sample_rate=0.3, steps=6, max_grad_norm=0.5, noise_multiplier=1.0, delta=1e-3)
+    plan = DPSGDPlan(
+        n=40, sample_rate=0.3, steps=6, max_grad_norm=0.5, noise_multiplier=1.0, delta=1e-3
+    )
     plain, history = trained((x, y), plan, method=method)
     persons, other = trained(by_person(x, y, torch.arange(40), at_most=7), plan, method=method)
     assert torch.equal(plain.weight, persons.weight) and torch.equal(plain.bias, persons.bias)
-    assert torch.equal(history.losses, other.losses) and torch.equal(history.batch_sizes, other.batch_sizes)
+    assert torch.equal(history.losses, other.losses) and torch.equal(
+        history.batch_sizes, other.batch_sizes
+    )
 
 
 def test_a_person_moves_the_sum_by_at_most_the_clip_norm_whatever_their_rows():
@@ -114,19 +125,29 @@ def test_a_person_moves_the_sum_by_at_most_the_clip_norm_whatever_their_rows():
     model, c = torch.nn.Linear(2, 2, bias=False).double(), 0.3
     largest = 0.0
     for number in range(40):
-        first, second = (torch.randn(k, 2, dtype=torch.float64) * 10**s for k, s in ((number % 4, 0), (number % 11, 1)))
+        first, second = (
+            torch.randn(k, 2, dtype=torch.float64) * 10**s
+            for k, s in ((number % 4, 0), (number % 11, 1))
+        )
         sums = []
         for with_second in (True, False):
             x = torch.cat([first, second]) if with_second else first
             people = ["a"] * len(first) + ["b"] * (len(x) - len(first))
             data = by_person(
-                x, torch.zeros(len(x), dtype=torch.int64), people, at_most=number % 3 + 1, persons=["a", "b"]
+                x,
+                torch.zeros(len(x), dtype=torch.int64),
+                people,
+                at_most=number % 3 + 1,
+                persons=["a", "b"],
             )
             network, loss = data.seen(model, cross_entropy)
             torch.manual_seed(number)  # the same choice of the first one's rows
             rows = [data.rows(torch.tensor([who])) for who in range(2)]
             sums.append(
-                sum(clipped_sum(network, loss, *each, c, method="mixed").gradients["model.weight"] for each in rows)
+                sum(
+                    clipped_sum(network, loss, *each, c, method="mixed").gradients["model.weight"]
+                    for each in rows
+                )
             )
         largest = max(largest, float((sums[0] - sums[1]).norm()))
     assert 0.99 * c < largest <= c
@@ -134,12 +155,16 @@ def test_a_person_moves_the_sum_by_at_most_the_clip_norm_whatever_their_rows():
 
 def test_copies_of_a_row_change_no_account():
     x, y = table(30)
-    plan = DPSGDPlan(n=30, sample_rate=0.3, steps=4, max_grad_norm=2.0, noise_multiplier=1.0, delta=1e-3)
+    plan = DPSGDPlan(
+        n=30, sample_rate=0.3, steps=4, max_grad_norm=2.0, noise_multiplier=1.0, delta=1e-3
+    )
     copied = torch.cat([torch.arange(30), torch.full((9,), 4)])
     epsilons, weights = [], []
     for rows in (torch.arange(30), copied):
         data, model = by_person(x[rows], y[rows], rows, at_most=10), linear()
-        tracker = NormTracker.for_plan(plan, model, cross_entropy, data, clipping="individual", rounding=None)
+        tracker = NormTracker.for_plan(
+            plan, model, cross_entropy, data, clipping="individual", rounding=None
+        )
         train(
             model,
             cross_entropy,
@@ -160,7 +185,9 @@ def test_copies_of_a_row_change_no_account():
 def test_a_filter_keeps_the_budget_of_every_person():
     x, y = table(40)
     data = by_person(x, y, torch.arange(40) % 12, at_most=2, persons=torch.arange(13))
-    plan = DPSGDPlan(n=13, sample_rate=0.5, steps=12, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2)
+    plan = DPSGDPlan(
+        n=13, sample_rate=0.5, steps=12, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2
+    )
     budget = ExactFilter(
         13,
         sample_rate=0.5,
@@ -173,7 +200,13 @@ def test_a_filter_keeps_the_budget_of_every_person():
     )
     model = linear()
     tracker = NormTracker.for_plan(
-        plan, model, cross_entropy, data, clipping="individual", updates_per_epoch=math.inf, budget=budget
+        plan,
+        model,
+        cross_entropy,
+        data,
+        clipping="individual",
+        updates_per_epoch=math.inf,
+        budget=budget,
     )
     train(
         model,
@@ -194,7 +227,9 @@ def test_a_filter_keeps_the_budget_of_every_person():
 def test_a_run_goes_on_where_it_stopped_with_rows_drawn_afresh(tmp_path):
     x, y = table(60)
     data = by_person(x, y, torch.arange(60) % 8, at_most=2)
-    plan = DPSGDPlan(n=8, sample_rate=0.7, steps=6, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2)
+    plan = DPSGDPlan(
+        n=8, sample_rate=0.7, steps=6, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2
+    )
     whole, _ = trained(data, plan)
 
     class Stop(Exception):
@@ -217,12 +252,18 @@ def test_a_run_goes_on_where_it_stopped_with_rows_drawn_afresh(tmp_path):
 
 
 def test_rows_are_chosen_uniformly_without_replacement():
-    data = by_person(torch.arange(7), torch.arange(7), ["a", "b", "a", "a", "b", "a", "a"], at_most=2)
+    data = by_person(
+        torch.arange(7), torch.arange(7), ["a", "b", "a", "a", "b", "a", "a"], at_most=2
+    )
     torch.manual_seed(0)
     counts = torch.zeros(7)
     for _ in range(500):
         x, y = data.rows(torch.tensor([0, 1]))
-        assert x["rows"].shape == (2, 2) and bool(x[PRESENT].all()) and torch.equal(x["rows"], y["rows"])
+        assert (
+            x["rows"].shape == (2, 2)
+            and bool(x[PRESENT].all())
+            and torch.equal(x["rows"], y["rows"])
+        )
         assert x["rows"][1].tolist() == [1, 4] and len(x["rows"][0].unique()) == 2
         counts += torch.bincount(x["rows"].flatten(), minlength=7)
     shares = counts[[0, 2, 3, 5, 6]] / 500
@@ -235,15 +276,21 @@ def test_the_network_computes_on_rows_and_not_on_padding():
     data = by_person(x, y, [0] * 20 + [1], at_most=20, persons=range(9))
     network, loss = data.seen(model, cross_entropy)
     model.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
-    clipped_sum(network, loss, *data.rows(torch.arange(9)), 1.0, method="mixed", microbatch_size=100)
+    clipped_sum(
+        network, loss, *data.rows(torch.arange(9)), 1.0, method="mixed", microbatch_size=100
+    )
     assert max(seen) == 21
 
 
 def test_a_model_with_dropout_takes_persons_of_unequal_rows():
     x, y = table(40)
-    data = by_person(x, y, (torch.arange(40) / 4).sqrt().mul(4).long(), at_most=4, persons=range(14))
+    data = by_person(
+        x, y, (torch.arange(40) / 4).sqrt().mul(4).long(), at_most=4, persons=range(14)
+    )
     model = torch.nn.Sequential(torch.nn.Dropout(0.5), linear())
-    plan = DPSGDPlan(n=14, sample_rate=0.5, steps=3, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2)
+    plan = DPSGDPlan(
+        n=14, sample_rate=0.5, steps=3, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, cross_entropy, data, plan, optimizer=optimizer, seed=0, progress=False)
     norms = gradient_norms(*data.seen(model, cross_entropy), *data.part(0, 14))
@@ -251,9 +298,13 @@ def test_a_model_with_dropout_takes_persons_of_unequal_rows():
 
 
 def audited(data, n_units, steps=4):
-    """What an attack finds out about the epsilon of persons, of whom every second is a canary of ten rows."""
+    """What an attack finds out about the epsilon of persons, of whom every second is a canary of
+    ten rows.
+    """
     n = 12_000
-    plan = DPSGDPlan(n=n_units, sample_rate=0.3, steps=steps, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2)
+    plan = DPSGDPlan(
+        n=n_units, sample_rate=0.3, steps=steps, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2
+    )
     model = torch.nn.Embedding(n, 1, dtype=torch.float64)
     torch.nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=plan.expected_batch_size)
@@ -291,7 +342,12 @@ def test_an_attack_on_persons_with_ten_rows_stays_below_their_epsilon_where_rows
 def test_a_column_is_one_number_a_person():
     data = by_person(*table(), PEOPLE, at_most=1)
     budgets = data.per_person([2.0 if who == 3 else 1.0 for who in PEOPLE])
-    assert list(zip(data.persons.tolist(), budgets.tolist())) == [(1, 1.0), (3, 2.0), (7, 1.0), (9, 1.0)]
+    assert list(zip(data.persons.tolist(), budgets.tolist())) == [
+        (1, 1.0),
+        (3, 2.0),
+        (7, 1.0),
+        (9, 1.0),
+    ]
     plan = DPSGDPlan.for_epsilons(
         budgets, n=4, sample_rate=0.3, steps=5, max_grad_norm=1.0, delta=1e-2, accountant="rdp"
     )
@@ -327,7 +383,9 @@ def test_settings_that_make_no_sense_are_refused():
             by_person(x, y, PEOPLE, **options)
     with pytest.raises(ValueError, match="rows"):
         by_person(x[1:], y, PEOPLE, at_most=1)
-    plan = DPSGDPlan(n=8, sample_rate=0.5, steps=1, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2)
+    plan = DPSGDPlan(
+        n=8, sample_rate=0.5, steps=1, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2
+    )
     with pytest.raises(ValueError, match="person"):
         trained(by_person(x, y, PEOPLE, at_most=1), plan)  # n counts persons
 
@@ -335,7 +393,9 @@ def test_settings_that_make_no_sense_are_refused():
 def test_a_loss_or_model_that_mixes_persons_is_refused():
     x, y = table(40)
     data = by_person(x, y, torch.arange(40) // 2, at_most=2)
-    plan = DPSGDPlan(n=20, sample_rate=0.5, steps=1, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2)
+    plan = DPSGDPlan(
+        n=20, sample_rate=0.5, steps=1, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2
+    )
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -346,7 +406,15 @@ def test_a_loss_or_model_that_mixes_persons_is_refused():
     with pytest.raises(ValueError, match="loss"):
         train(model, mixing, data, plan, optimizer=optimizer, seed=0, progress=False)
     with pytest.raises(ValueError, match="one number a row"):
-        train(model, lambda o, t: cross_entropy(o, t).mean(), data, plan, optimizer=optimizer, seed=0, progress=False)
+        train(
+            model,
+            lambda o, t: cross_entropy(o, t).mean(),
+            data,
+            plan,
+            optimizer=optimizer,
+            seed=0,
+            progress=False,
+        )
     norm = torch.nn.Sequential(torch.nn.BatchNorm1d(5), linear())
     optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="BatchNorm"):
@@ -355,10 +423,21 @@ def test_a_loss_or_model_that_mixes_persons_is_refused():
 
 def test_a_tracker_of_other_rows_is_refused():
     x, y = table(20)
-    plan = DPSGDPlan(n=10, sample_rate=0.5, steps=2, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2)
+    plan = DPSGDPlan(
+        n=10, sample_rate=0.5, steps=2, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2
+    )
     data, model = by_person(x, y, torch.arange(20) % 10, at_most=2), linear()
     for other in (by_person(x + 1, y, torch.arange(20) % 10, at_most=2), (x[:10], y[:10])):
         tracker = NormTracker.for_plan(plan, model, cross_entropy, other)
         with pytest.raises(ValueError, match="trackers"):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            train(model, cross_entropy, data, plan, optimizer=optimizer, seed=0, trackers=[tracker], progress=False)
+            train(
+                model,
+                cross_entropy,
+                data,
+                plan,
+                optimizer=optimizer,
+                seed=0,
+                trackers=[tracker],
+                progress=False,
+            )

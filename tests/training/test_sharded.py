@@ -1,4 +1,6 @@
-"""Models of which a part lies on other processes are refused by name, wherever they are handed in, before any work."""
+"""Models of which a part lies on other processes are refused by name, wherever they are handed in,
+before any work.
+"""
 
 import pytest
 import torch
@@ -11,10 +13,19 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpcompanion.engine import IndividualizedPrivacyEngine
-from dpcompanion.training import DPSGDPlan, clipped_sum, cross_entropy, gradient_norms, train, train_ensemble
+from dpcompanion.training import (
+    DPSGDPlan,
+    clipped_sum,
+    cross_entropy,
+    gradient_norms,
+    train,
+    train_ensemble,
+)
 
 X, Y = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 2
-PLAN = DPSGDPlan(n=40, sample_rate=0.25, steps=2, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+PLAN = DPSGDPlan(
+    n=40, sample_rate=0.25, steps=2, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +51,9 @@ def within(mesh):
 
 
 def classic(mesh):
-    return nn.Sequential(FullyShardedDataParallel(network(), device_id=torch.device("cpu"), device_mesh=mesh))
+    return nn.Sequential(
+        FullyShardedDataParallel(network(), device_id=torch.device("cpu"), device_mesh=mesh)
+    )
 
 
 def by_tensors(mesh):
@@ -49,7 +62,9 @@ def by_tensors(mesh):
 
 def frozen(mesh):
     model = network()
-    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.data, mesh, [Replicate()]), requires_grad=False)
+    model[0].weight = nn.Parameter(
+        distribute_tensor(model[0].weight.data, mesh, [Replicate()]), requires_grad=False
+    )
     return model
 
 
@@ -64,7 +79,9 @@ def by_train(model):
 
 
 def by_ensemble(model):
-    train_ensemble([model, model], cross_entropy, (X, Y), PLAN, learning_rate=0.1, seeds=[0, 1], progress=False)
+    train_ensemble(
+        [model, model], cross_entropy, (X, Y), PLAN, learning_rate=0.1, seeds=[0, 1], progress=False
+    )
 
 
 def by_engine(mode):
@@ -109,7 +126,9 @@ TAKERS = {
 @pytest.mark.parametrize("taker", TAKERS)
 def test_a_model_that_is_sharded_is_refused_by_name(taker, make, named, mesh):
     model = make(mesh)
-    with pytest.raises(ValueError, match=f"holds {named}, .*before fully_shard.* ranks of torch.distributed"):
+    with pytest.raises(
+        ValueError, match=f"holds {named}, .*before fully_shard.* ranks of torch.distributed"
+    ):
         TAKERS[taker](model)
     TAKERS["clipped_sum"](network())
 
@@ -117,5 +136,7 @@ def test_a_model_that_is_sharded_is_refused_by_name(taker, make, named, mesh):
 def test_what_a_wrapper_holds_is_what_to_give(mesh):
     wrapped = nn.parallel.DistributedDataParallel(network())
     for taker in ("train", "engine hooks"):
-        with pytest.raises(ValueError, match=r"DistributedDataParallel, .*the module itself, model\.module:"):
+        with pytest.raises(
+            ValueError, match=r"DistributedDataParallel, .*the module itself, model\.module:"
+        ):
             TAKERS[taker](wrapped)

@@ -1,4 +1,6 @@
-"""Norms of all examples along a run: when they are renewed, what is charged, and that it is enforced."""
+"""Norms of all examples along a run: when they are renewed, what is charged, and that it is
+enforced.
+"""
 
 import contextlib
 import dataclasses
@@ -32,7 +34,9 @@ from ..refusals import refused, refuses
 def problem(n=60, steps=30, sample_rate=0.1, **changes):
     generator = torch.Generator().manual_seed(1)
     y = torch.randint(3, (n,), generator=generator)
-    x = torch.randn(n, 4, dtype=torch.float64, generator=generator) + 2 * nn.functional.one_hot(y, 4)
+    x = torch.randn(n, 4, dtype=torch.float64, generator=generator) + 2 * nn.functional.one_hot(
+        y, 4
+    )
     plan = DPSGDPlan(
         **{
             "n": n,
@@ -53,7 +57,9 @@ def network(dropout=0.0, dtype=torch.float64):
 
 
 def tracked(data, plan, model, **options):
-    return NormTracker.for_plan(plan, model, cross_entropy, data, **{"rounding": None, "accountant": "rdp"} | options)
+    return NormTracker.for_plan(
+        plan, model, cross_entropy, data, **{"rounding": None, "accountant": "rdp"} | options
+    )
 
 
 def run(data, plan, model, *trackers, on_step=None, on_epoch=None, **arguments):
@@ -72,7 +78,9 @@ def run(data, plan, model, *trackers, on_step=None, on_epoch=None, **arguments):
 
 
 def true_norms(data, plan, **arguments):
-    """The norms of all examples before each step, (steps, n), from a run that is watched from outside."""
+    """The norms of all examples before each step, (steps, n), from a run that is watched from
+    outside.
+    """
     model = network()
     norms = [gradient_norms(model, cross_entropy, *data)]
 
@@ -127,7 +135,9 @@ def test_between_passes_the_last_norms_are_charged():
     tracker = tracked(data, plan, model, updates_per_epoch=1)
     run(data, plan, model, tracker)
     truth = true_norms(data, plan)
-    assert torch.allclose(tracker.estimated_epsilon(1e-3), direct(truth[torch.arange(30) // 10 * 10], plan), rtol=1e-9)
+    assert torch.allclose(
+        tracker.estimated_epsilon(1e-3), direct(truth[torch.arange(30) // 10 * 10], plan), rtol=1e-9
+    )
 
 
 def test_running_estimates_begin_at_the_clip_norm_and_follow_who_is_sampled():
@@ -140,16 +150,22 @@ def test_running_estimates_begin_at_the_clip_norm_and_follow_who_is_sampled():
         charged.append(latest.clone())
         latest[indices] = norms.clamp(max=plan.max_grad_norm)
     assert tracker.passes == 0
-    assert torch.allclose(tracker.estimated_epsilon(1e-3), direct(torch.stack(charged), plan), rtol=1e-9)
+    assert torch.allclose(
+        tracker.estimated_epsilon(1e-3), direct(torch.stack(charged), plan), rtol=1e-9
+    )
 
 
 @st.composite
 def histories(draw, n=6):
-    """A run without a network: its passes an epoch, what each pass would find, and who is sampled with which norm."""
+    """A run without a network: its passes an epoch, what each pass would find, and who is sampled
+    with which norm.
+    """
     steps = draw(st.integers(1, 25))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     norms = torch.rand(2, steps, n, dtype=torch.float64, generator=generator) ** 2 * 1.5
-    sampled = torch.rand(steps, n, generator=generator) < draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+    sampled = torch.rand(steps, n, generator=generator) < draw(
+        st.sampled_from([0.0, 0.1, 0.5, 1.0])
+    )
     return (
         draw(st.sampled_from([0, 0.5, 1, 3])),
         norms[0],
@@ -161,12 +177,22 @@ def histories(draw, n=6):
 @pytest.mark.parametrize("clipping", ["maximum", "individual"])
 @given(history=histories(), stop=st.integers(0, 25), looks=st.sets(st.integers(0, 25), max_size=3))
 @settings(max_examples=8, deadline=None)
-def test_running_estimates_charge_as_if_everybody_were_charged_at_every_step(mode, clipping, history, stop, looks):
+def test_running_estimates_charge_as_if_everybody_were_charged_at_every_step(
+    mode, clipping, history, stop, looks
+):
     per_epoch, found, batches = history
     (x, y), plan = problem(n=6)
 
     def fresh():
-        tracker = tracked((x, y), plan, network(), running=True, updates_per_epoch=per_epoch, clipping=clipping, **mode)
+        tracker = tracked(
+            (x, y),
+            plan,
+            network(),
+            running=True,
+            updates_per_epoch=per_epoch,
+            clipping=clipping,
+            **mode,
+        )
         tracker.measuring.measure = lambda: measured(tracker)
         return tracker
 
@@ -183,19 +209,28 @@ def test_running_estimates_charge_as_if_everybody_were_charged_at_every_step(mod
             tracker.load_state_dict(state)
         limits = tracker.before_step()
         if tracker.passes > passes:
-            latest, passes = (found[step] * (1 + 8 * torch.finfo(torch.float64).eps)).clamp(max=1), tracker.passes
+            latest, passes = (
+                (found[step] * (1 + 8 * torch.finfo(torch.float64).eps)).clamp(max=1),
+                tracker.passes,
+            )
         plainly.record(latest)
         if clipping == "individual":
             assert torch.equal(limits, plainly.charged(latest))
         if step in looks:  # asking in between changes nothing
-            torch.testing.assert_close(tracker.estimated_epsilon(1e-3), plainly.epsilon(1e-3), rtol=1e-9, atol=0)
+            torch.testing.assert_close(
+                tracker.estimated_epsilon(1e-3), plainly.epsilon(1e-3), rtol=1e-9, atol=0
+            )
         tracker.after_step(indices, norms)
         latest = latest.clone()
         latest[indices] = (norms * (1 + 8 * torch.finfo(torch.float64).eps)).clamp(max=1)
     assert tracker.accountant.steps == plainly.steps == len(batches)
     if mode["rounding"]:
-        assert torch.equal(*(account.state_dict()["accounts"] for account in (tracker.accountant, plainly)))
-    torch.testing.assert_close(tracker.estimated_epsilon(1e-3), plainly.epsilon(1e-3), rtol=1e-9, atol=0)
+        assert torch.equal(
+            *(account.state_dict()["accounts"] for account in (tracker.accountant, plainly))
+        )
+    torch.testing.assert_close(
+        tracker.estimated_epsilon(1e-3), plainly.epsilon(1e-3), rtol=1e-9, atol=0
+    )
 
 
 def test_a_saved_state_stays_what_it_was_when_the_run_goes_on():
@@ -223,14 +258,19 @@ def test_watching_changes_nothing_about_the_run():
         tracked(data, plan, watched, updates_per_epoch=3),
         tracked(data, plan, watched, updates_per_epoch=0, running=True),
     )
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters())) and watched.training
+    assert (
+        all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters()))
+        and watched.training
+    )
 
 
 @pytest.mark.parametrize("rounding", [None, 0.1])
 def test_individual_clipping_enforces_what_is_charged(rounding):
     data, plan = problem(n=30, sample_rate=0.4, max_grad_norm=2.0)
     model, limits, own = network(), [], []
-    tracker = tracked(data, plan, model, rounding=rounding, updates_per_epoch=0.2, clipping="individual")
+    tracker = tracked(
+        data, plan, model, rounding=rounding, updates_per_epoch=0.2, clipping="individual"
+    )
     before_step = tracker.before_step
 
     def note():
@@ -251,14 +291,18 @@ def test_individual_clipping_enforces_what_is_charged(rounding):
         total = torch.zeros(parameters, dtype=torch.float64)
         for i in indices:
             value = cross_entropy(before(data[0][i : i + 1]), data[1][i : i + 1]).sum()
-            g = torch.cat([g.flatten() for g in torch.autograd.grad(value, list(before.parameters()))])
+            g = torch.cat(
+                [g.flatten() for g in torch.autograd.grad(value, list(before.parameters()))]
+            )
             total += g * min(1, (limit[i] / g.norm()).item())
         noise = gaussian_noise((parameters,), plan.noise_std, streams["noise"])
         got = torch.cat([p.grad.flatten() for p in run.model.parameters()])
         torch.testing.assert_close(got, (total + noise) / plan.expected_batch_size)
 
     run(data, plan, model, tracker, on_step=check)
-    assert len({tuple(limit.tolist()) for limit in limits}) == 3 and all((limit < 2).any() for limit in limits)
+    assert len({tuple(limit.tolist()) for limit in limits}) == 3 and all(
+        (limit < 2).any() for limit in limits
+    )
     if rounding:
         assert all(torch.allclose((limit / 0.2).round(), limit / 0.2) for limit in limits)
     assert torch.allclose(tracker.epsilon(1e-3), direct(torch.stack(limits), plan), rtol=1e-3)
@@ -269,7 +313,12 @@ def test_individual_clipping_to_norms_of_every_step_is_plain_dp_sgd():
     data, plan = problem()
     plain, clipped = network(), network()
     run(data, plan, plain)
-    run(data, plan, clipped, tracked(data, plan, clipped, updates_per_epoch=math.inf, clipping="individual"))
+    run(
+        data,
+        plan,
+        clipped,
+        tracked(data, plan, clipped, updates_per_epoch=math.inf, clipping="individual"),
+    )
     for a, b in zip(plain.parameters(), clipped.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
@@ -306,13 +355,25 @@ def test_an_interrupted_run_ends_bit_for_bit_where_it_would_have_ended(tmp_path,
     def fresh():
         data, plan = problem()
         model = network(dropout=0.2)
-        return data, plan, model, tracked(data, plan, model, trajectory_delta=1e-3, keep_norms=True, **options, **mode)
+        return (
+            data,
+            plan,
+            model,
+            tracked(data, plan, model, trajectory_delta=1e-3, keep_norms=True, **options, **mode),
+        )
 
     data, plan, whole, reference = fresh()
     run(data, plan, whole, reference)
     data, plan, model, tracker = fresh()
     with pytest.raises(Enough):
-        run(data, plan, model, tracker, on_step=stop, checkpoint=Checkpoint(tmp_path / "run.pt", every=7))
+        run(
+            data,
+            plan,
+            model,
+            tracker,
+            on_step=stop,
+            checkpoint=Checkpoint(tmp_path / "run.pt", every=7),
+        )
     data, plan, model, tracker = fresh()
     run(data, plan, model, tracker, checkpoint=Checkpoint(tmp_path / "run.pt", every=7))
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), model.parameters()))
@@ -324,14 +385,22 @@ def test_an_interrupted_run_ends_bit_for_bit_where_it_would_have_ended(tmp_path,
         torch.testing.assert_close(
             reference.estimated_epsilon(1e-3), tracker.estimated_epsilon(1e-3), rtol=1e-12, atol=0
         )
-    assert all(torch.equal(a, b) for a, b in zip(reference.norms_of_passes, tracker.norms_of_passes))
+    assert all(
+        torch.equal(a, b) for a, b in zip(reference.norms_of_passes, tracker.norms_of_passes)
+    )
 
 
 def test_the_trajectory_is_the_account_at_the_end_of_each_epoch():
     data, plan = problem()
     model, seen = network(), []
     tracker = tracked(data, plan, model, trajectory_delta=1e-3)
-    run(data, plan, model, tracker, on_epoch=lambda run: seen.append(tracker.estimated_epsilon(1e-3)))
+    run(
+        data,
+        plan,
+        model,
+        tracker,
+        on_epoch=lambda run: seen.append(tracker.estimated_epsilon(1e-3)),
+    )
     assert (tracker.trajectory >= torch.stack(seen)).all()
     assert torch.allclose(tracker.trajectory.double(), torch.stack(seen), rtol=1e-6)
     assert (tracker.trajectory.diff(dim=0) >= 0).all()
@@ -345,7 +414,9 @@ def test_a_tracker_of_some_examples_keeps_their_accounts():
         everybody = tracked((x, y), plan, model, **options)
         few = tracked((x[some], y[some]), plan, model, examples=some, **options)
         run((x, y), plan, model, everybody, few)
-        assert torch.allclose(few.estimated_epsilon(1e-3), everybody.estimated_epsilon(1e-3)[some], rtol=1e-9)
+        assert torch.allclose(
+            few.estimated_epsilon(1e-3), everybody.estimated_epsilon(1e-3)[some], rtol=1e-9
+        )
 
 
 def test_a_gradient_that_is_not_finite_is_charged_at_the_clip_norm():
@@ -357,7 +428,9 @@ def test_a_gradient_that_is_not_finite_is_charged_at_the_clip_norm():
     with pytest.warns(RuntimeWarning, match="not finite"):
         run((x, y), plan, model, tracker)
     assert torch.isclose(tracker.epsilon(1e-3)[7], tracker.epsilon(1e-3).max())
-    assert float(tracker.epsilon(1e-3)[7]) == pytest.approx(plan.epsilon(accountant="rdp"), rel=1e-3)
+    assert float(tracker.epsilon(1e-3)[7]) == pytest.approx(
+        plan.epsilon(accountant="rdp"), rel=1e-3
+    )
 
 
 def test_passes_leave_gradients_and_modes_alone():
@@ -367,7 +440,10 @@ def test_passes_leave_gradients_and_modes_alone():
     model[0].weight.grad = torch.ones(8, 4, dtype=torch.float64)
     state = torch.get_rng_state()
     tracked(data, plan, model).before_step()
-    assert torch.equal(model[0].weight.grad, torch.ones(8, 4, dtype=torch.float64)) and model[3].weight.grad is None
+    assert (
+        torch.equal(model[0].weight.grad, torch.ones(8, 4, dtype=torch.float64))
+        and model[3].weight.grad is None
+    )
     assert not model[0].training and model[2].training and torch.equal(state, torch.get_rng_state())
 
 
@@ -389,7 +465,10 @@ def test_in_a_loop_with_opacus_it_tracks_what_opacus_computes():
     sampler = plan.sampler(torch.Generator().manual_seed(4))
     passes, running = (
         tracked((x, y), plan, model, **options)
-        for options in (dict(updates_per_epoch=math.inf, keep_norms=True), dict(updates_per_epoch=0, running=True))
+        for options in (
+            dict(updates_per_epoch=math.inf, keep_norms=True),
+            dict(updates_per_epoch=0, running=True),
+        )
     )
     latest, charged = torch.ones(60, dtype=torch.float64), []
     for _ in range(12):
@@ -398,15 +477,23 @@ def test_in_a_loop_with_opacus_it_tracks_what_opacus_computes():
         passes.before_step()
         running.before_step()
         cross_entropy(model(x[indices]), y[indices]).sum().backward()
-        norms = torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in model.parameters()], dim=1).norm(dim=1)
-        assert len(norms) == len(indices) and torch.allclose(passes.norms[indices], norms.clamp(max=1.0))
+        norms = torch.stack(
+            [p.grad_sample.flatten(1).norm(dim=1) for p in model.parameters()], dim=1
+        ).norm(dim=1)
+        assert len(norms) == len(indices) and torch.allclose(
+            passes.norms[indices], norms.clamp(max=1.0)
+        )
         optimizer.step()
         passes.after_step()
         running.after_step(indices, norms)
         charged.append(latest.clone())
         latest[indices] = norms.clamp(max=1.0)
-    assert torch.allclose(running.estimated_epsilon(1e-3), direct(torch.stack(charged), plan), rtol=1e-9)
-    assert torch.allclose(passes.estimated_epsilon(1e-3), direct(passes.norms_of_passes[1], plan), rtol=1e-5)
+    assert torch.allclose(
+        running.estimated_epsilon(1e-3), direct(torch.stack(charged), plan), rtol=1e-9
+    )
+    assert torch.allclose(
+        passes.estimated_epsilon(1e-3), direct(passes.norms_of_passes[1], plan), rtol=1e-5
+    )
 
 
 def test_bad_options_are_refused_by_name():
@@ -428,7 +515,9 @@ def test_data_plan_and_state_of_another_run_are_refused():
     _, other = problem(noise_multiplier=2.0)
     refused("plan", run, data, other, model, tracked(data, plan, model))
     with pytest.raises(ValueError, match="state"):
-        tracked(data, plan, model).load_state_dict(tracked(data, plan, model, updates_per_epoch=2).state_dict())
+        tracked(data, plan, model).load_state_dict(
+            tracked(data, plan, model, updates_per_epoch=2).state_dict()
+        )
     refused("each", IndividualAccountant.for_plan, problem(sample_rate=torch.full((60,), 0.1))[1])
     tracker = tracked(data, plan, model, running=True)
     tracker.before_step()
@@ -454,10 +543,24 @@ def test_a_tracker_of_another_model_loss_or_data_is_refused():
         run((x, y), plan, model, tracked(data, plan, model, **options))
 
     refused("model", run, (x, y), plan, model, tracked((x, y), plan, other))
-    refused("loss", run, (x, y), plan, model, NormTracker.for_plan(plan, model, lambda out, y: out.sum(1), (x, y)))
+    refused(
+        "loss",
+        run,
+        (x, y),
+        plan,
+        model,
+        NormTracker.for_plan(plan, model, lambda out, y: out.sum(1), (x, y)),
+    )
     for changed in ((x.flip(0), y), (x, y.flip(0)), (x + 1e-12, y), (x.float(), y), (x[:, :3], y)):
         refused("data", attempt, *changed)
-    refused("other inputs", run, (x, y), plan, model, tracked((x[:3], y[:3]), plan, model, examples=[0, 1, 3]))
+    refused(
+        "other inputs",
+        run,
+        (x, y),
+        plan,
+        model,
+        tracked((x[:3], y[:3]), plan, model, examples=[0, 1, 3]),
+    )
     attempt(x.clone(), y.clone())
     x[0] = math.nan
     with pytest.warns(RuntimeWarning, match="not finite"):
@@ -465,16 +568,27 @@ def test_a_tracker_of_another_model_loss_or_data_is_refused():
 
 
 def test_an_exact_account_wants_to_see_that_its_limits_were_kept():
-    """Whoever ignored the limits of `before_step` in a loop of one's own still got an account that was "exact"."""
+    """Whoever ignored the limits of `before_step` in a loop of one's own still got an account that
+    was "exact".
+    """
     data, plan = problem()
     tracker = tracked(data, plan, network(), clipping="individual")
     refused("before_step", tracker.after_step, [0], clipped=[0.0])
     limits = tracker.before_step()
     refused("step 1", tracker.epsilon, 1e-3)
     refused("step 1", tracker.before_step)
-    for arguments in ({}, {"indices": [0]}, {"clipped": [0.0]}, {"indices": [0, 1], "norms": [0.1, 0.1]}):
+    for arguments in (
+        {},
+        {"indices": [0]},
+        {"clipped": [0.0]},
+        {"indices": [0, 1], "norms": [0.1, 0.1]},
+    ):
         refused("clipped", tracker.after_step, **arguments)
-    for bad in (limits[[3, 4]] * torch.tensor([1.0, 1.001]), torch.tensor([0, math.nan]), torch.tensor([0, math.inf])):
+    for bad in (
+        limits[[3, 4]] * torch.tensor([1.0, 1.001]),
+        torch.tensor([0, math.nan]),
+        torch.tensor([0, math.inf]),
+    ):
         refused("example 4", tracker.after_step, [3, 4], clipped=bad)
     refused("same length", tracker.after_step, [3, 4], clipped=[0.0])
     with pytest.raises(ValueError, match="distinct"):  # twice as long as was allowed, in the sum
@@ -507,10 +621,15 @@ def test_a_loop_of_ones_own_in_whole_steps_gives_the_account_of_train():
             for p, piece in zip(ours.parameters(), released.split(pieces)):
                 p.grad = piece.view_as(p)
             optimizer.step()
-    assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(ours.parameters(), theirs.parameters()))
+    assert all(
+        torch.allclose(a, b, rtol=1e-9) for a, b in zip(ours.parameters(), theirs.parameters())
+    )
     assert torch.allclose(tracker.epsilon(1e-3), expected.epsilon(1e-3), rtol=1e-6)
     assert tracker.accountant.accountant == "pld" and tracker.epsilon(1e-3).max() <= plan.epsilon()
-    assert torch.allclose(tracker.trajectory, expected.trajectory, rtol=1e-5) and len(tracker.trajectory) == 3
+    assert (
+        torch.allclose(tracker.trajectory, expected.trajectory, rtol=1e-5)
+        and len(tracker.trajectory) == 3
+    )
 
 
 def test_a_step_says_what_is_missing_and_ends_whole_or_not_at_all():
@@ -523,7 +642,11 @@ def test_a_step_says_what_is_missing_and_ends_whole_or_not_at_all():
             pass
         refused("same length", tracker.observe, [0, 1], clipped=[0.0])
     assert limits.shape == (60,) and tracker.steps == 1 and tracker.epsilon(1e-3).isfinite().all()
-    for wrong in (dict(), dict(indices=[1], clipped=[2 * float(limits[1])]), dict(indices=[0, 0], clipped=[0.0, 0.0])):
+    for wrong in (
+        dict(),
+        dict(indices=[1], clipped=[2 * float(limits[1])]),
+        dict(indices=[0, 0], clipped=[0.0, 0.0]),
+    ):
         tracker = NormTracker.for_plan(plan, network(), cross_entropy, data, clipping="individual")
         with pytest.raises(ValueError, match="clipped|distinct"), tracker.step():
             if wrong:
@@ -539,7 +662,9 @@ def test_a_step_says_what_is_missing_and_ends_whole_or_not_at_all():
 
 def test_a_step_that_clips_as_the_plan_does_says_so_and_one_cut_short_stays_charged():
     data, plan = problem()
-    tracker = NormTracker.for_plan(plan, network(), cross_entropy, data, running=True, updates_per_epoch=0)
+    tracker = NormTracker.for_plan(
+        plan, network(), cross_entropy, data, running=True, updates_per_epoch=0
+    )
     with tracker.step() as limits:
         assert (limits == plan.max_grad_norm).all() and limits.shape == (60,)
         tracker.observe([3], [0.1])
@@ -569,7 +694,11 @@ def test_a_step_cut_short_is_not_forgotten_where_the_state_is_saved_and_loaded()
     loaded.after_step([3], clipped=limits[[3]])  # who saw it after all may say so
     assert torch.equal(loaded.epsilon(1e-3), cut.accountant.epsilon(1e-3))
     good = loaded.state_dict()
-    bad = {name: {key: value for key, value in good.items() if key != name} for name in good if name != "budget"}
+    bad = {
+        name: {key: value for key, value in good.items() if key != name}
+        for name in good
+        if name != "budget"
+    }
     bad |= {"norms": good | {"norms": torch.ones(3)}, "step": good | {"step": -1}}
     for name, state in bad.items():
         refused(name, loaded.load_state_dict, state)
@@ -578,31 +707,54 @@ def test_a_step_cut_short_is_not_forgotten_where_the_state_is_saved_and_loaded()
     refused("above", loaded.epsilon, 1e-3)
 
 
-@pytest.mark.parametrize("change", [{"noise_multiplier": 9.0}, {"sample_rate": 0.01}, {"max_grad_norm": 0.5}])
+@pytest.mark.parametrize(
+    "change", [{"noise_multiplier": 9.0}, {"sample_rate": 0.01}, {"max_grad_norm": 0.5}]
+)
 def test_a_budget_for_other_steps_than_those_of_the_run_is_refused(change):
     data, plan = problem()
-    run = {"sample_rate": plan.sample_rate, "noise_multiplier": plan.noise_multiplier, "max_grad_norm": 1.0}
+    run = {
+        "sample_rate": plan.sample_rate,
+        "noise_multiplier": plan.noise_multiplier,
+        "max_grad_norm": 1.0,
+    }
     for make in (
-        lambda **steps: ExactFilter(plan.n, levels=[0.5, 1.0], costs=[1, 4], budget=40, steps=plan.steps, **steps),
+        lambda **steps: ExactFilter(
+            plan.n, levels=[0.5, 1.0], costs=[1, 4], budget=40, steps=plan.steps, **steps
+        ),
         lambda **steps: RenyiFilter(plan.n, orders=[8], budgets=1.0, **steps),
     ):
         options = {"clipping": "individual"}
         NormTracker.for_plan(plan, network(), cross_entropy, data, budget=make(**run), **options)
         with pytest.raises(ValueError, match=next(iter(change))):
-            NormTracker.for_plan(plan, network(), cross_entropy, data, budget=make(**run | change), **options)
+            NormTracker.for_plan(
+                plan, network(), cross_entropy, data, budget=make(**run | change), **options
+            )
 
 
 def test_a_tracker_of_a_plan_is_the_one_that_is_put_together_by_hand():
     (x, y), plan = problem()
     plan, some = dataclasses.replace(plan, accountant="rdp"), torch.tensor([5, 2, 9])
-    tracker = NormTracker.for_plan(plan, network(), cross_entropy, (x[some], y[some]), examples=some, rounding=0.1)
-    assert tracker.accountant.n == 3 and tracker.accountant.accountant == "rdp" and tracker.accountant.rounding == 0.1
+    tracker = NormTracker.for_plan(
+        plan, network(), cross_entropy, (x[some], y[some]), examples=some, rounding=0.1
+    )
+    assert (
+        tracker.accountant.n == 3
+        and tracker.accountant.accountant == "rdp"
+        and tracker.accountant.rounding == 0.1
+    )
     assert tracker.steps_per_epoch == plan.steps_per_epoch
     model = network()
-    run((x, y), plan, model, NormTracker.for_plan(plan, model, cross_entropy, (x[some], y[some]), examples=some))
+    run(
+        (x, y),
+        plan,
+        model,
+        NormTracker.for_plan(plan, model, cross_entropy, (x[some], y[some]), examples=some),
+    )
 
 
-@pytest.mark.parametrize("options", [dict(clipping="individual", updates_per_epoch=2), dict(running=True)])
+@pytest.mark.parametrize(
+    "options", [dict(clipping="individual", updates_per_epoch=2), dict(running=True)]
+)
 def test_a_data_set_gives_bit_for_bit_the_account_of_two_tensors(options):
     data, plan = problem()
     accounts = []
@@ -613,11 +765,18 @@ def test_a_data_set_gives_bit_for_bit_the_account_of_two_tensors(options):
         accounts.append(tracker.estimated_epsilon(1e-3))
     assert torch.equal(*accounts)
     with pytest.raises(ValueError, match="60"):
-        tracked(torch.utils.data.Subset(torch.utils.data.TensorDataset(*data), range(59)), plan, network(), **options)
+        tracked(
+            torch.utils.data.Subset(torch.utils.data.TensorDataset(*data), range(59)),
+            plan,
+            network(),
+            **options,
+        )
 
 
 def test_a_tracker_of_other_items_than_the_run_s_is_refused_and_of_the_same_not():
-    """Of data sets only the length was compared: of zeros, of scaled or permuted items the account stayed "exact"."""
+    """Of data sets only the length was compared: of zeros, of scaled or permuted items the account
+    stayed "exact".
+    """
     (x, y), plan = problem(steps=2)
     sets = torch.utils.data.TensorDataset, torch.utils.data.Subset
     whole, order = sets[0](x, y), list(reversed(range(60)))
@@ -641,7 +800,9 @@ def test_a_tracker_of_other_items_than_the_run_s_is_refused_and_of_the_same_not(
     some, model = torch.tensor([5, 2, 9]), network()
     observing = NormTracker.for_plan(plan, model, cross_entropy, (x[some], y[some]), examples=some)
     run(whole, plan, model, observing)
-    observing = NormTracker.for_plan(plan, model, cross_entropy, (2 * x[some], y[some]), examples=some)
+    observing = NormTracker.for_plan(
+        plan, model, cross_entropy, (2 * x[some], y[some]), examples=some
+    )
     refused("inputs", run, whole, plan, model, observing)
 
 
@@ -670,7 +831,9 @@ def test_beside_augmented_items_an_exact_tracker_takes_the_same_data_set_only():
 
 
 def test_what_is_done_to_the_limits_of_a_step_does_not_raise_them():
-    """They were the tracker's own tensor: once filled with 100, clipped norms of 50 were accepted."""
+    """They were the tracker's own tensor: once filled with 100, clipped norms of 50 were
+    accepted.
+    """
     data, plan = problem()
     tracker = NormTracker.for_plan(plan, network(), cross_entropy, data, clipping="individual")
     tracker.before_step().fill_(100.0)

@@ -1,4 +1,6 @@
-"""What makes the host wait for a device, counted on the meta device, which stands for a GPU and holds no numbers."""
+"""What makes the host wait for a device, counted on the meta device, which stands for a GPU and
+holds no numbers.
+"""
 
 import collections
 
@@ -7,14 +9,23 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # What tells the host a number, or makes a tensor whose size the host must know.
-READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "_unique2", "unique_dim", "unique_consecutive"}
+READS = {
+    "_local_scalar_dense",
+    "is_nonzero",
+    "equal",
+    "nonzero",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+}
 READS |= {"masked_select", "bincount", "repeat_interleave"}
 MADE = {torch.tensor, torch.as_tensor, torch.Tensor.new_tensor}
 
 
 class Waits(TorchDispatchMode):
-    """Counts, by name in `seen`, what would make the host wait for the device: numbers that are read back, and copies
-    in either direction that are not said to go on meanwhile."""
+    """Counts, by name in `seen`, what would make the host wait for the device: numbers that are
+    read back, and copies in either direction that are not said to go on meanwhile.
+    """
 
     def __init__(self):
         super().__init__()
@@ -32,14 +43,18 @@ class Waits(TorchDispatchMode):
         kwargs, name = kwargs or {}, function.overloadpacket.__name__
         here = args[0].device.type if args and isinstance(args[0], torch.Tensor) else None
         if name == "_to_copy":
-            waits = self._differ(here, kwargs.get("device") or here) and not kwargs.get("non_blocking")
+            waits = self._differ(here, kwargs.get("device") or here) and not kwargs.get(
+                "non_blocking"
+            )
         elif name == "copy_":
             waits = self._differ(args[1].device, here) and not (
                 args[2] if len(args) > 2 else kwargs.get("non_blocking")
             )
         elif name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             waits = here == "meta" and any(
-                index.device.type == "cpu" or index.dtype == torch.bool for index in args[1] if index is not None
+                index.device.type == "cpu" or index.dtype == torch.bool
+                for index in args[1]
+                if index is not None
             )
         else:
             waits = name in READS and here == "meta"
@@ -70,7 +85,18 @@ class _Made(TorchFunctionMode):
 class Asked(TorchFunctionMode):
     """Counts, by name in `seen`, what Python asks tensors for, wherever they lie."""
 
-    _READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__", "__array__")
+    _READS = (
+        "item",
+        "tolist",
+        "cpu",
+        "numpy",
+        "nonzero",
+        "__bool__",
+        "__float__",
+        "__int__",
+        "__index__",
+        "__array__",
+    )
 
     def __init__(self):
         super().__init__()

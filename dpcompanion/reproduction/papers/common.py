@@ -1,5 +1,6 @@
-"""What the exhibits of several papers share: which tasks a device can do, runs that go on within themselves, names of
-values, and a few statistics."""
+"""What the exhibits of several papers share: which tasks a device can do, runs that go on within
+themselves, names of values, and a few statistics.
+"""
 
 import math
 import time
@@ -15,7 +16,9 @@ from dpcompanion.training import Checkpoint
 
 
 def runnable(config: Any, run: Run) -> dict[str, Any]:
-    """The tasks that this device can do: those that need more than two cores, and those called `larger`, on a GPU."""
+    """The tasks that this device can do: those that need more than two cores, and those called
+    `larger`, on a GPU.
+    """
     if run.device.type != "cpu":
         return _all(config)
     return {name: task for name, task in config.tasks.items() if not getattr(task, "needs", "")}
@@ -32,7 +35,8 @@ def _all(config: Any) -> dict[str, Any]:
 
 
 class Trace:
-    """What a run sees along its way, lists of tensors by name, and its seconds: kept with its state.
+    """What a run sees along its way, lists of tensors by name, and its seconds: kept with its
+    state.
 
     >>> trace = Trace("norms")
     >>> trace["norms"].append(1.5)
@@ -51,11 +55,16 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """How long the run took so far, in all processes that worked at it, up to their last state."""
+        """How long the run took so far, in all processes that worked at it, up to their last
+        state.
+        """
         return self._before + time.perf_counter() - self._since
 
     def state_dict(self) -> dict[str, Any]:
-        return {"lists": {name: list(values) for name, values in self._lists.items()}, "seconds": self.seconds}
+        return {
+            "lists": {name: list(values) for name, values in self._lists.items()},
+            "seconds": self.seconds,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, values in state["lists"].items():
@@ -64,7 +73,8 @@ class Trace:
 
 
 def within_the_piece(**stateful: Any) -> Checkpoint | None:
-    """Where the piece that is being worked at keeps its run after every epoch, these objects' state included.
+    """Where the piece that is being worked at keeps its run after every epoch, these objects' state
+    included.
 
     None for a run that is no piece on the disk: a short one.
     """

@@ -18,9 +18,10 @@ from dpcompanion.training import cross_entropy, models
 class Task:
     """DP-SGD on one data set.
 
-    `median_multiple` is C in units of the median norm at initialisation, unless `max_grad_norm` gives C.
-    `learning_rate` is divided by C where `normalised`. `refreshes` are full-batch passes an epoch, `reference`
-    examples are measured at every step. `needs` says what it takes where two cores are not enough.
+    `median_multiple` is C in units of the median norm at initialisation, unless `max_grad_norm`
+    gives C. `learning_rate` is divided by C where `normalised`. `refreshes` are full-batch passes
+    an epoch, `reference` examples are measured at every step. `needs` says what it takes where two
+    cores are not enough.
     """
 
     data: str
@@ -63,7 +64,9 @@ class Study(Tasks):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-    """Training and test examples, the group of each (class, or race), the groups' names, and where all came from."""
+    """Training and test examples, the group of each (class, or race), the groups' names, and where
+    all came from.
+    """
 
     x: torch.Tensor
     y: torch.Tensor
@@ -86,7 +89,11 @@ def examples(name, dtype="float32"):
         x, y, groups, names = found.normalized().features, found.labels, found.labels, found.classes
         if attribute:
             groups, names = found.attributes["race"], data.UTKFACE_RACES[:4]
-            y = found.attributes["gender"] if attribute == "gender" else (found.attributes["age"] < 30).long()
+            y = (
+                found.attributes["gender"]
+                if attribute == "gender"
+                else (found.attributes["age"] < 30).long()
+            )
             kept = _balanced(y, groups, len(names))
             x, y, groups = x[kept], y[kept], groups[kept]
         parts += [x, y, groups]
@@ -95,10 +102,15 @@ def examples(name, dtype="float32"):
 
 
 def _balanced(labels, groups, count):
-    """Indices of as many 0s as 1s in each of the first `count` groups; who is left out is drawn once and for all."""
+    """Indices of as many 0s as 1s in each of the first `count` groups; who is left out is drawn
+    once and for all.
+    """
     random, kept = np.random.RandomState(0), []
     for group in range(count):
-        sides = [random.permutation(np.flatnonzero((groups == group) & (labels == label))) for label in (0, 1)]
+        sides = [
+            random.permutation(np.flatnonzero((groups == group) & (labels == label)))
+            for label in (0, 1)
+        ]
         kept += [side[: min(map(len, sides))] for side in sides]
     return torch.as_tensor(np.sort(np.concatenate(kept)))
 
@@ -165,13 +177,16 @@ WORST = 0.99  # an epsilon from this share of the worst case on has reached it
 
 
 def correlation_with_extremes(accuracy, epsilon):
-    """Rank correlation of the groups' accuracy (or of their loss, with the sign turned) and mean epsilon; and by how
-    many percent the mean of the least accurate is above that of the most accurate, by the bootstrap over groups."""
+    """Rank correlation of the groups' accuracy (or of their loss, with the sign turned) and mean
+    epsilon; and by how many percent the mean of the least accurate is above that of the most
+    accurate, by the bootstrap over groups.
+    """
     accuracy, epsilon = np.array(accuracy), np.array(epsilon)
 
     def percent(right, cost):
         worst, best = (
-            np.take_along_axis(cost, np.expand_dims(pick(right, -1), -1), -1)[..., 0] for pick in (np.argmin, np.argmax)
+            np.take_along_axis(cost, np.expand_dims(pick(right, -1), -1), -1)[..., 0]
+            for pick in (np.argmin, np.argmax)
         )
         return 100 * (worst / best - 1)
 
@@ -193,7 +208,10 @@ def released(epsilon, upper, delta, config, method, seed):
         "generator": torch.Generator().manual_seed(seed),
     }
     mean = release.private_mean(epsilon, **budget)
-    return [mean, *release.private_quantiles(epsilon, config.quantiles, method=method, **budget).tolist()]
+    return [
+        mean,
+        *release.private_quantiles(epsilon, config.quantiles, method=method, **budget).tolist(),
+    ]
 
 
 def clip_key(multiple):
@@ -206,7 +224,8 @@ def clip_key(multiple):
 
 
 def share_below(counts, top, limit):
-    """The share of examples below a limit, by a histogram from 0 to `top`; a bin that holds the limit is not below it.
+    """The share of examples below a limit, by a histogram from 0 to `top`; a bin that holds the
+    limit is not below it.
 
     >>> share_below([2, 1, 1, 4], top=2.0, limit=1.2)
     0.375
@@ -229,7 +248,9 @@ def against_uniform(epsilons, limit):
 
 
 def falls(shares):
-    """Whether shares (intervals) fall one after the other, from more than half to less than a tenth."""
+    """Whether shares (intervals) fall one after the other, from more than half to less than a
+    tenth.
+    """
     return intervals.every(
         shares[0].above(0.5),
         shares[-1].below(0.1),
@@ -247,26 +268,34 @@ class Membership(Study):
     draws: int = 20
 
 
-# At the default rate training without noise is chaotic: the last bit of a weight decides who is attacked with success.
-# At a fifth of it the network comes as close to its data, and no bit counts (tests/reproduction).
+# At the default rate training without noise is chaotic: the last bit of a weight decides who is
+# attacked with success. At a fifth of it the network comes as close to its data, and no bit counts
+# (tests/reproduction).
 STABLE = {"epochs": 30, "learning_rate": 0.02}
 
 
 def overfitted(task, config, seed, device):
-    """Accuracies, and losses of training and test examples, after plain SGD: shuffled, with momentum 0.9."""
+    """Accuracies, and losses of training and test examples, after plain SGD: shuffled, with
+    momentum 0.9.
+    """
     found, loss = examples(task.data, task.dtype), LOSSES[task.loss]
     model, x, y = build(task.model, found, seed).to(device), found.x.to(device), found.y.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate, momentum=0.9)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(config.epochs):
-        for batch in torch.randperm(len(y), generator=generator).to(device).split(config.batch_size):
+        for batch in (
+            torch.randperm(len(y), generator=generator).to(device).split(config.batch_size)
+        ):
             optimizer.zero_grad()
             loss(model(x[batch]), y[batch]).mean().backward()
             optimizer.step()
     losses, right = outcome(model, loss, x, y)
     test_losses, test_right = outcome(model, loss, found.test_x.to(device), found.test_y.to(device))
     return (
-        {"accuracy": float(right.double().mean()), "test_accuracy": float(test_right.double().mean())},
+        {
+            "accuracy": float(right.double().mean()),
+            "test_accuracy": float(test_right.double().mean()),
+        },
         {"losses": losses.cpu().numpy(), "test_losses": test_losses.cpu().numpy()},
     )
 
@@ -286,9 +315,14 @@ def trained_without_privacy(task, config, seed, run):
 
 
 def near_one_half(values, prefix):
-    """Whether every group's success, by its own interval, lies within five points of one half; and the widest ends."""
+    """Whether every group's success, by its own interval, lies within five points of one half; and
+    the widest ends.
+    """
     groups = [
-        intervals.Interval(*ends) for ends in zip(*(values[f"{prefix}.{key}"] for key in ("success", "low", "high")))
+        intervals.Interval(*ends)
+        for ends in zip(*(values[f"{prefix}.{key}"] for key in ("success", "low", "high")))
     ]
     said = f"{min(group.low for group in groups):.0%} to {max(group.high for group in groups):.0%}"
-    return said, intervals.every(*(part for group in groups for part in (group.at_least(0.45), group.at_most(0.55))))
+    return said, intervals.every(
+        *(part for group in groups for part in (group.at_least(0.45), group.at_most(0.55)))
+    )

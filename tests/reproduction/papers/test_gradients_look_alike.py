@@ -11,7 +11,12 @@ import torch
 
 from dpcompanion import data
 from dpcompanion.accounting import compute_epsilon
-from dpcompanion.per_instance import compose_sensitivities, coupled_divergence, exact_composition, step_divergence
+from dpcompanion.per_instance import (
+    compose_sensitivities,
+    coupled_divergence,
+    exact_composition,
+    step_divergence,
+)
 from dpcompanion.reproduction import experiments, published, runs
 from dpcompanion.reproduction.papers import gradients_look_alike as g
 from dpcompanion.reproduction.papers.gradients_look_alike import chain
@@ -43,14 +48,18 @@ def tiny(config):
             config,
             larger={},
             tasks={
-                name: dataclasses.replace(task, points=2, runs=2, runs_add=2, epochs=0.1, together=1, resamples=5)
+                name: dataclasses.replace(
+                    task, points=2, runs=2, runs_add=2, epochs=0.1, together=1, resamples=5
+                )
                 for name, task in config.tasks.items()
             },
         )
     if hasattr(config, "tasks"):
         changes = {
             "tasks": {
-                name: dataclasses.replace(TINY, epochs=0.5, epsilon=task.epsilon, batch_size=task.batch_size)
+                name: dataclasses.replace(
+                    TINY, epochs=0.5, epsilon=task.epsilon, batch_size=task.batch_size
+                )
                 for name, task in list(config.tasks.items())[:2]
             }
         }
@@ -76,7 +85,12 @@ def flat(values):
 @pytest.mark.parametrize(
     "name",
     # The notebooks execute the others' quick runs.
-    [name if name.endswith(("figure-3", "figure-7")) else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+    [
+        name
+        if name.endswith(("figure-3", "figure-7"))
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMES
+    ],
 )
 def test_every_exhibit_gives_the_same_numbers_twice_and_meets_all_its_criteria(name, monkeypatch):
     found = experiments.get(name)
@@ -86,7 +100,9 @@ def test_every_exhibit_gives_the_same_numbers_twice_and_meets_all_its_criteria(n
     again = experiments.run(name, preset="quick")
     for key, value in flat(first.values).items():
         np.testing.assert_array_equal(value, flat(again.values)[key], err_msg=key)
-        assert "correct" in key or "relevance" in key or "norms" in key or np.isfinite(value).all(), key
+        assert (
+            "correct" in key or "relevance" in key or "norms" in key or np.isfinite(value).all()
+        ), key
     judged = [
         row
         for exhibit in NAMES + ["gradients-look-alike/theorem-3.6"]
@@ -135,9 +151,14 @@ def test_a_long_run_is_cached_on_disk_and_read_back(run, monkeypatch):
 @pytest.mark.parametrize("direction", g.DIRECTIONS)
 def test_the_sum_over_moments_is_theorem_3_3_over_all_steps(run, direction):
     found = g.watched(TINY, run)
-    norms = found.seen(direction).repeat_interleave(torch.as_tensor(np.diff(found.moments + [found.moments[-1]])), 1)
+    norms = found.seen(direction).repeat_interleave(
+        torch.as_tensor(np.diff(found.moments + [found.moments[-1]])), 1
+    )
     by_library = compose_sensitivities(
-        norms.movedim(1, 0), sample_rate=found.plan.sample_rate, noise_std=found.plan.noise_std, order=8
+        norms.movedim(1, 0),
+        sample_rate=found.plan.sample_rate,
+        noise_std=found.plan.noise_std,
+        order=8,
     )
     # The orders are those of the first step after each moment, so the sum lies above.
     ours = g.composed(found, direction, 8)
@@ -147,7 +168,9 @@ def test_the_sum_over_moments_is_theorem_3_3_over_all_steps(run, direction):
         found, moments=list(range(32)), norms=torch.cat((norms, norms[:, -1:]), 1).repeat(1, 1, 2)
     )
     torch.testing.assert_close(g.composed(every, direction, 8), by_library, rtol=1e-3, atol=0)
-    torch.testing.assert_close(g.theorem_3_3(norms.movedim(1, 0), found.plan, 8), by_library, rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        g.theorem_3_3(norms.movedim(1, 0), found.plan, 8), by_library, rtol=1e-3, atol=0
+    )
 
 
 def test_a_soft_maximum_lies_between_mean_and_maximum():
@@ -186,28 +209,48 @@ def small_problem(seed=0, n=30, features=4):
 
 def test_a_step_of_softmax_regression_is_that_of_autograd():
     x, y, point_x, point_y = small_problem()
-    plan = DPSGDPlan(n=30, sample_rate=1.0, steps=3, max_grad_norm=0.7, noise_multiplier=1e-9, delta=1e-5)
-    found = g.side_by_side(x, y, point_x, point_y, plan, kind="with", runs=2, order=4, learning_rate=2.0, seed=0)
+    plan = DPSGDPlan(
+        n=30, sample_rate=1.0, steps=3, max_grad_norm=0.7, noise_multiplier=1e-9, delta=1e-5
+    )
+    found = g.side_by_side(
+        x, y, point_x, point_y, plan, kind="with", runs=2, order=4, learning_rate=2.0, seed=0
+    )
     for point in range(2):
         weights = torch.zeros(4, 10, dtype=torch.float64)
         for step in range(3):
-            rows, labels = torch.cat((x, point_x[point : point + 1])), torch.cat((y, point_y[point : point + 1]))
+            rows, labels = (
+                torch.cat((x, point_x[point : point + 1])),
+                torch.cat((y, point_y[point : point + 1])),
+            )
             gradients = torch.func.vmap(
-                torch.func.grad(lambda w, a, b: cross_entropy((a @ w)[None], b[None])[0]), (None, 0, 0)
+                torch.func.grad(lambda w, a, b: cross_entropy((a @ w)[None], b[None])[0]),
+                (None, 0, 0),
             )(weights, rows, labels)
             lengths = gradients.flatten(1).norm(dim=1)
-            torch.testing.assert_close(found[step, :, point], lengths[-1].clamp(max=0.7).expand(2), rtol=1e-6, atol=0)
-            weights = weights - 2.0 / 30 * (gradients * (0.7 / lengths).clamp(max=1)[:, None, None]).sum(0)
+            torch.testing.assert_close(
+                found[step, :, point], lengths[-1].clamp(max=0.7).expand(2), rtol=1e-6, atol=0
+            )
+            weights = weights - 2.0 / 30 * (
+                gradients * (0.7 / lengths).clamp(max=1)[:, None, None]
+            ).sum(0)
 
 
 def test_one_step_composes_exactly_to_theorem_3_2_and_the_other_direction_is_no_larger():
     x, y, point_x, point_y = small_problem()
-    plan = DPSGDPlan(n=30, sample_rate=0.2, steps=1, max_grad_norm=0.5, noise_multiplier=1.0, delta=1e-5)
+    plan = DPSGDPlan(
+        n=30, sample_rate=0.2, steps=1, max_grad_norm=0.5, noise_multiplier=1.0, delta=1e-5
+    )
     for direction in g.DIRECTIONS:
-        norms = g.side_by_side(x, y, point_x, point_y, plan, kind=direction, runs=3, order=4, learning_rate=1.0, seed=0)
+        norms = g.side_by_side(
+            x, y, point_x, point_y, plan, kind=direction, runs=3, order=4, learning_rate=1.0, seed=0
+        )
         found = g.composed_exactly(norms, plan, 4, direction)
         alone = step_divergence(
-            sample_rate=0.2, noise_multiplier=plan.noise_std, sensitivity=norms[0, 0], orders=4, direction=direction
+            sample_rate=0.2,
+            noise_multiplier=plan.noise_std,
+            sensitivity=norms[0, 0],
+            orders=4,
+            direction=direction,
         )
         torch.testing.assert_close(found.estimate, alone)
         assert (found.estimate <= found.upper_bound * (1 + 1e-9)).all()
@@ -215,16 +258,22 @@ def test_one_step_composes_exactly_to_theorem_3_2_and_the_other_direction_is_no_
 
 def test_tilted_runs_weigh_every_count_of_the_first_step_as_they_should(monkeypatch):
     x, y, point_x, point_y = small_problem()
-    plan = DPSGDPlan(n=30, sample_rate=0.3, steps=2, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
+    plan = DPSGDPlan(
+        n=30, sample_rate=0.3, steps=2, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5
+    )
     common = {"runs": 3000, "order": 3, "learning_rate": 20.0}
     norms = g.side_by_side(x, y, point_x, point_y, plan, kind="remove", seed=1, **common)
     tilted = g.composed_exactly(norms, plan, 3, "remove").estimate
     size, expected = norms[0, 0] / plan.noise_std, torch.zeros(2, dtype=torch.float64)
     for k in range(4):
         monkeypatch.setattr(
-            g.compositions, "tilted_counts", lambda length, **options: torch.full_like(length, k, dtype=torch.int64)
+            g.compositions,
+            "tilted_counts",
+            lambda length, **options: torch.full_like(length, k, dtype=torch.int64),
         )
-        second = g.side_by_side(x, y, point_x, point_y, plan, kind="remove", seed=2 + k, **common)[1]
+        second = g.side_by_side(x, y, point_x, point_y, plan, kind="remove", seed=2 + k, **common)[
+            1
+        ]
         weight = math.comb(3, k) * 0.7 ** (3 - k) * 0.3**k * torch.exp((k * k - k) * size**2 / 2)
         expected += weight * torch.exp(2 * g.divergence(second, plan, 3)).mean(0)
     torch.testing.assert_close(tilted, torch.log(expected) / 2, rtol=0.01, atol=0)
@@ -234,10 +283,14 @@ def test_tilted_runs_weigh_every_count_of_the_first_step_as_they_should(monkeypa
 
 def test_the_bound_for_means_lies_above_every_enumerated_data_set():
     generator = torch.Generator().manual_seed(3)
-    plan = DPSGDPlan(n=7, sample_rate=0.4, steps=1, max_grad_norm=1.0, noise_multiplier=0.8, delta=1e-5)
+    plan = DPSGDPlan(
+        n=7, sample_rate=0.4, steps=1, max_grad_norm=1.0, noise_multiplier=0.8, delta=1e-5
+    )
     for trial in range(5):
         gradients = torch.randn(7, 3, generator=generator, dtype=torch.float64)
-        gradients = gradients / gradients.norm(dim=1, keepdim=True).clamp(min=1) * (1 if trial else 1e-3)
+        gradients = (
+            gradients / gradients.norm(dim=1, keepdim=True).clamp(min=1) * (1 if trial else 1e-3)
+        )
         point, others = gradients[0], gradients[1:]
         distances, weights = [], []
         for mask in itertools.product((0, 1), repeat=6):
@@ -262,7 +315,9 @@ def test_coordinates_keep_all_inner_products():
 def test_sums_and_single_gradients_are_clipped_the_same_way(run):
     digits = run.load("mnist-5k", split="test").normalized()
     x, y = (
-        torch.nn.functional.interpolate(digits.features, size=32, mode="bilinear", align_corners=False),
+        torch.nn.functional.interpolate(
+            digits.features, size=32, mode="bilinear", align_corners=False
+        ),
         digits.labels,
     )
     model = models.lenet5(seed=0)
@@ -281,12 +336,17 @@ def test_sums_and_single_gradients_are_clipped_the_same_way(run):
 def test_tasks_that_need_a_gpu_run_on_one_and_are_named_elsewhere(exhibit):
     config = experiments.get(f"gradients-look-alike/{exhibit}").presets["paper"]
     cpu, gpu = (types.SimpleNamespace(device=torch.device(kind)) for kind in ("cpu", "cuda"))
-    assert g.left_out(config, cpu) == {"not_run": ["ResNet-20, CIFAR-10"]} and g.left_out(config, gpu) == {}
+    assert (
+        g.left_out(config, cpu) == {"not_run": ["ResNet-20, CIFAR-10"]}
+        and g.left_out(config, gpu) == {}
+    )
     assert {*g.runnable(config, gpu)} - {*g.runnable(config, cpu)} == {"ResNet-20, CIFAR-10"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exhibit", ["figure-2", "figure-3", "figure-4", "figure-6", "figure-7", "figure-9"])
+@pytest.mark.parametrize(
+    "exhibit", ["figure-2", "figure-3", "figure-4", "figure-6", "figure-7", "figure-9"]
+)
 def test_cifar_10_runs_through_on_a_few_images(exhibit, run, monkeypatch):
     def load(name, *, split="train", **options):
         generator = torch.Generator().manual_seed(len(split))
@@ -306,8 +366,12 @@ def test_cifar_10_runs_through_on_a_few_images(exhibit, run, monkeypatch):
 
     monkeypatch.setattr(data, "load", load)
     config = experiments.get(f"gradients-look-alike/{exhibit}").presets["paper"]
-    task = dataclasses.replace(g.CIFAR10, epochs=1, drops=(1,), batch_size=8, points=3, stops=2, runs=1)
-    changes = {"batch_sizes": (8,), "pool": 2, "order": 2, "shown": 2} if exhibit == "figure-4" else {}
+    task = dataclasses.replace(
+        g.CIFAR10, epochs=1, drops=(1,), batch_size=8, points=3, stops=2, runs=1
+    )
+    changes = (
+        {"batch_sizes": (8,), "pool": 2, "order": 2, "shown": 2} if exhibit == "figure-4" else {}
+    )
     config = dataclasses.replace(config, tasks={"few": task}, **changes)
     values = experiments.get(f"gradients-look-alike/{exhibit}").function(config, run)
     values = values[0] if isinstance(values, tuple) else values
@@ -348,8 +412,12 @@ def test_tilted_runs_at_rate_one_are_runs_with_the_point_alpha_times(monkeypatch
 def test_tilted_runs_are_cached_and_the_exact_value_lies_between_its_bounds(monkeypatch, run):
     task = dataclasses.replace(TINY, epochs=0.5, points=30)
     values = g.exactly(task, g.Tilted(2, ranks=(0.0, 0.5, 1.0), runs=2), run)
-    assert (values["exact"] <= values["upper_bound"]).all() and (values["upper_bound"] <= values["worst_case"]).all()
-    assert (values["exact"] <= values["theorem_3_3"] * 1.02).all() and (values["along_runs"].diff() >= 0).all()
+    assert (values["exact"] <= values["upper_bound"]).all() and (
+        values["upper_bound"] <= values["worst_case"]
+    ).all()
+    assert (values["exact"] <= values["theorem_3_3"] * 1.02).all() and (
+        values["along_runs"].diff() >= 0
+    ).all()
     monkeypatch.setattr(g.costs, "train_ensemble", None)
     again = g.exactly(task, g.Tilted(2, ranks=(0.0, 0.5, 1.0), runs=2), run)
     assert torch.equal(values["exact"], again["exact"])
@@ -357,18 +425,37 @@ def test_tilted_runs_are_cached_and_the_exact_value_lies_between_its_bounds(monk
 
 @pytest.mark.slow
 def test_without_learning_a_points_own_epsilon_is_that_of_its_one_norm(run):
-    """The weights move by nothing, so that norms are constant and loss distributions give the truth."""
-    task = g.Own("mnist-5k", "softmax", 7, points=1, runs=60, runs_add=20, learning_rate=0.0, epochs=1, epsilon=3.0)
+    """The weights move by nothing, so that norms are constant and loss distributions give the
+    truth.
+    """
+    task = g.Own(
+        "mnist-5k",
+        "softmax",
+        7,
+        points=1,
+        runs=60,
+        runs_add=20,
+        learning_rate=0.0,
+        epochs=1,
+        epsilon=3.0,
+    )
     run.config = g.OwnEpsilons({"still": task})
     values = g.own_epsilon(run.config, run)
-    norm, noise, steps = (float(np.squeeze(values[f"still.{key}"])) for key in ("norm", "noise_multiplier", "steps"))
+    norm, noise, steps = (
+        float(np.squeeze(values[f"still.{key}"])) for key in ("norm", "noise_multiplier", "steps")
+    )
     truth = float(
         compute_epsilon(
-            sample_rate=values["still.sample_rate"], noise_multiplier=noise / norm, steps=int(steps), delta=task.delta
+            sample_rate=values["still.sample_rate"],
+            noise_multiplier=noise / norm,
+            steps=int(steps),
+            delta=task.delta,
         )
     )
     assert float(values["still.estimate"][0]) == pytest.approx(truth, rel=0.1)
-    assert float(values["still.low"][0]) <= truth * 1.02 and truth * 0.98 <= float(values["still.high"][0])
+    assert float(values["still.low"][0]) <= truth * 1.02 and truth * 0.98 <= float(
+        values["still.high"][0]
+    )
     assert float(values["still.upper_bound"][0]) >= truth * 0.999
     # A schedule of this norm, rounded up, is a bound, and clips nothing.
     assert truth <= float(values["still.schedule"][0]) <= 1.1 * values["still.everybody"]
@@ -390,13 +477,19 @@ def test_the_recorded_epsilons_by_the_loss_lie_within_their_intervals_and_below_
 
 
 @pytest.mark.parametrize("direction", g.DIRECTIONS)
-def test_the_chains_truth_is_the_sum_of_its_steps_where_gradients_do_not_depend_on_the_state(direction, monkeypatch):
+def test_the_chains_truth_is_the_sum_of_its_steps_where_gradients_do_not_depend_on_the_state(
+    direction, monkeypatch
+):
     monkeypatch.setattr(chain, "gain", lambda theta: torch.full_like(theta, 0.4))
     steps = chain.STEPS * float(
-        step_divergence(**chain.DIVERGENCE, sensitivity=0.4, orders=chain.ORDER, direction=direction)
+        step_divergence(
+            **chain.DIVERGENCE, sensitivity=0.4, orders=chain.ORDER, direction=direction
+        )
     )
     assert chain.truth(direction) == pytest.approx(steps, rel=1e-4)
-    assert float(chain.tilted(direction, 3, seed=0)[0]) / (chain.ORDER - 1) == pytest.approx(steps, rel=1e-9)
+    assert float(chain.tilted(direction, 3, seed=0)[0]) / (chain.ORDER - 1) == pytest.approx(
+        steps, rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("direction", g.DIRECTIONS)
@@ -409,4 +502,6 @@ def test_the_chains_truth_lies_below_every_bound_and_tilted_runs_find_it(directi
         worst_case=chain.worst_case(direction),
     )
     assert found.low <= truth <= found.high
-    assert truth < min(chain.worst_case(direction), *(chain.by_holder(direction, p) for p in (2, 12)))
+    assert truth < min(
+        chain.worst_case(direction), *(chain.by_holder(direction, p) for p in (2, 12))
+    )

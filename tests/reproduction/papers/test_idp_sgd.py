@@ -15,7 +15,13 @@ from dpcompanion.accounting import compute_epsilon, rdp_sampled_gaussian
 from dpcompanion.reproduction import experiments, pieces, published, records, runs
 from dpcompanion.reproduction.comparison import compare
 from dpcompanion.reproduction.papers import idp_sgd as chapter
-from dpcompanion.reproduction.papers.idp_sgd import classes, membership, pate_students, side_by_side, training
+from dpcompanion.reproduction.papers.idp_sgd import (
+    classes,
+    membership,
+    pate_students,
+    side_by_side,
+    training,
+)
 from dpcompanion.reproduction.papers.idp_sgd.training import plan_of
 from dpcompanion.training import cross_entropy, train
 
@@ -40,15 +46,18 @@ def test_table_5_is_reproduced_to_four_digits_with_whole_steps_in_an_epoch(table
         assert abs(table_5[f"{name}.sigma_B_over_N"] / printed - 1) > 1.5e-3
         assert (
             published.verdict(
-                table_5[f"{name}.iterations"], published.exhibit("idp-sgd/table-5")[f"{name}.iterations"], rounding=1
+                table_5[f"{name}.iterations"],
+                published.exhibit("idp-sgd/table-5")[f"{name}.iterations"],
+                rounding=1,
             )
             == "matches"
         )
 
 
 def test_the_papers_search_gives_the_printed_digits_of_table_5(table_5):
-    """All three printed values lie on the search's grid, 20 k / 2^13.  The third is one grid step away, which is where
-    the search stops with one training step less."""
+    """All three printed values lie on the search's grid, 20 k / 2^13. The third is one grid step
+    away, which is where the search stops with one training step less.
+    """
     for name in DATA:
         printed = published.exhibit("idp-sgd/table-5")[f"{name}.sigma"]
         units = printed * 2**13 / 20
@@ -76,7 +85,11 @@ def test_the_consistent_columns_of_table_7_match_and_the_others_do_not(table_7):
             continue
         ours = table_7[key]
         pairs = list(zip(ours, theirs)) if isinstance(theirs, tuple) else [(ours, theirs)]
-        assert all(agree(mine, paper) for mine, paper in pairs) == consistent(key), (key, ours, theirs)
+        assert all(agree(mine, paper) for mine, paper in pairs) == consistent(key), (
+            key,
+            ours,
+            theirs,
+        )
 
 
 def test_what_is_wrong_in_table_7_is_explained(table_7):
@@ -95,7 +108,12 @@ def test_the_corrected_numbers_of_table_7(table_7):
     assert table_7["mnist.A.sigma_p"] == pytest.approx([3.425, 1.920, 1.424], abs=1e-3)
     assert table_7["mnist.A.c_p"] == pytest.approx([0.1205, 0.2149, 0.2897], abs=1e-4)
     assert table_7["mnist.B.c_p"] == pytest.approx([0.1412, 0.2519, 0.3396], abs=1e-4)
-    for key, value in {"svhn.A": 1.712, "svhn.B": 1.985, "cifar10.A": 2.008, "cifar10.B": 2.345}.items():
+    for key, value in {
+        "svhn.A": 1.712,
+        "svhn.B": 1.985,
+        "cifar10.A": 2.008,
+        "cifar10.B": 2.345,
+    }.items():
         assert table_7[f"{key}.sigma_scale"] == pytest.approx(value, abs=1e-3)
 
 
@@ -121,13 +139,21 @@ def test_groups_have_the_shares_of_the_paper_and_another_order_for_each_seed():
 
 @pytest.mark.parametrize(
     "method,accountant",
-    [("dpsgd", "rdp"), ("sample", "rdp"), ("scale", "rdp"), ("combined-50", "rdp"), ("scale", "pld")],
+    [
+        ("dpsgd", "rdp"),
+        ("sample", "rdp"),
+        ("scale", "rdp"),
+        ("combined-50", "rdp"),
+        ("scale", "pld"),
+    ],
 )
 def test_no_method_exceeds_a_budget_and_all_but_dpsgd_spend_it(method, accountant):
     budgets = torch.tensor(chapter.BUDGETS, dtype=torch.float64)
     groups = chapter.assign(1000, chapter.GROUPS["B"], seed=0)
     training = chapter.Training(1000, 100, 5, 0.3)
-    plan = chapter.plan_of(method, groups, chapter.BUDGETS, training, delta=1e-5, accountant=accountant)
+    plan = chapter.plan_of(
+        method, groups, chapter.BUDGETS, training, delta=1e-5, accountant=accountant
+    )
     spent = plan.epsilon()
     assert plan.accountant == accountant
     assert (spent <= budgets[groups] * (1 + 1e-9)).all()
@@ -139,7 +165,9 @@ def test_no_method_exceeds_a_budget_and_all_but_dpsgd_spend_it(method, accountan
 
 
 def test_the_trials_side_by_side_are_those_of_the_trainer():
-    """An ensemble's run and the run of `train` with the same plan and seed reach the same accuracy."""
+    """An ensemble's run and the run of `train` with the same plan and seed reach the same
+    accuracy.
+    """
     found = chapter.problem(TINY)
     groups = chapter.assign(4000, chapter.GROUPS["A"], seed=3)
     plan = chapter.plan_of("sample", groups, chapter.BUDGETS, TINY.training, delta=1e-5)
@@ -152,12 +180,16 @@ def test_the_trials_side_by_side_are_those_of_the_trainer():
 
 
 @pytest.mark.slow
-def test_larger_tasks_are_named_where_there_is_no_gpu_and_trained_with_each_methods_own_hyperparameters(tmp_path):
+def test_larger_tasks_are_named_where_there_is_no_gpu_and_trained_with_each_methods_own_hyperparameters(
+    tmp_path,
+):
     config = chapter.Accuracies(TINY, ("dpsgd",), seeds=(0,), larger={"digits": TINY})
     run = run_of(config, tmp_path)
     assert chapter.table_2(config, run)["not_run"] == ["digits"]
     longer = dataclasses.replace(TINY, training=dataclasses.replace(TINY.training, epochs=3))
-    values = chapter.larger_tasks(config, run, lambda task, kind: longer if kind == "A.sample" else task)
+    values = chapter.larger_tasks(
+        config, run, lambda task, kind: longer if kind == "A.sample" else task
+    )
     assert {key for key in values if not key.endswith("final")} == {
         f"mnist-5k.{setup}.{method}" for setup in "AB" for method in ("dpsgd", "sample", "scale")
     }
@@ -173,9 +205,15 @@ def test_the_larger_tasks_have_the_noise_that_table_6_prints():
         for kind in ("A.sample", "B.sample", "A.scale", "B.scale"):
             setup, method = kind.split(".")
             noise, _, norms = chapter.parameters(
-                method, chapter.BUDGETS, chapter.GROUPS[setup], chapter.tuned(task, kind).training, 1e-5
+                method,
+                chapter.BUDGETS,
+                chapter.GROUPS[setup],
+                chapter.tuned(task, kind).training,
+                1e-5,
             )
-            assert noise == pytest.approx(printed[f"{task.data}.{method}_{setup}.sigma"], rel=2e-3), kind
+            assert noise == pytest.approx(
+                printed[f"{task.data}.{method}_{setup}.sigma"], rel=2e-3
+            ), kind
             if method == "sample":
                 assert set(norms.tolist()) == {float(printed[f"{task.data}.{method}_{setup}.clip"])}
 
@@ -186,7 +224,11 @@ def test_the_methods_stand_in_the_papers_order_on_the_small_task_and_one_trial_h
     final = {kind: record.values[f"{kind}.final"][0] for kind in record.config["kinds"]}
     assert final["B.alone"] < final["dpsgd"] < min(final["B.sample"], final["B.scale"])
     assert final["dpsgd"] < min(final["A.sample"], final["A.scale"], final["loosest"])
-    assert record.values["mnist-5k.A.dpsgd"].mean == record.values["mnist-5k.B.dpsgd"].mean == final["dpsgd"]
+    assert (
+        record.values["mnist-5k.A.dpsgd"].mean
+        == record.values["mnist-5k.B.dpsgd"].mean
+        == final["dpsgd"]
+    )
     assert sum(experiments.findings(record, "idp-sgd/figure-1").counts().values()) == 4
     assert experiments.findings(record).counts() == {"undecided": 4}
     gain, reach = chapter.ahead(record, "A.sample", "dpsgd")
@@ -215,7 +257,12 @@ def test_all_groups_use_up_their_budgets_at_the_last_epoch_and_not_before():
     "exhibit,function,config,shared",
     [
         ("table-9", chapter.table_9, {"number": 3}, ("dpsgd", "dpsgd.final")),
-        ("table-14", chapter.table_14, {"kinds": ("combined-50", "sample")}, ("A.sample", "weight_100.final")),
+        (
+            "table-14",
+            chapter.table_14,
+            {"kinds": ("combined-50", "sample")},
+            ("A.sample", "weight_100.final"),
+        ),
     ],
 )
 def test_what_is_shared_with_other_tables_trials_is_what_runs_side_by_side_reach(
@@ -249,7 +296,9 @@ def test_what_is_shared_with_other_tables_trials_is_what_runs_side_by_side_reach
 def test_findings_are_judged_by_the_kinds_and_seeds_that_a_record_has(kinds, judged, seeds):
     values = {f"{kind}.final": [90.0 + k + seed for seed in seeds] for k, kind in enumerate(kinds)}
     values |= {f"{kind}.group_loss": [records.mean_and_sd([0.1])] for kind in kinds}
-    record = records.make("idp-sgd/table-2", "paper", values, config=chapter.Trials(TINY, kinds, seeds))
+    record = records.make(
+        "idp-sgd/table-2", "paper", values, config=chapter.Trials(TINY, kinds, seeds)
+    )
     for exhibit, count in zip(("table-2", "figure-1", "table-d7"), judged):
         found = experiments.findings(record, f"idp-sgd/{exhibit}").counts()
         assert sum(found.values()) == count
@@ -271,10 +320,16 @@ def test_leaving_a_group_out_and_going_through_groups_keep_to_their_budgets():
         assert plan.epsilon(accountant="rdp") <= budget < more.epsilon(accountant="rdp")
 
 
-def test_the_search_for_level_budgets_helps_those_that_lag_keeps_the_mean_and_has_its_price(tmp_path):
-    config = dataclasses.replace(experiments.get("idp-sgd/table-11").presets["quick"], task=TINY, rounds=2, runs=1)
+def test_the_search_for_level_budgets_helps_those_that_lag_keeps_the_mean_and_has_its_price(
+    tmp_path,
+):
+    config = dataclasses.replace(
+        experiments.get("idp-sgd/table-11").presets["quick"], task=TINY, rounds=2, runs=1
+    )
     budgets = chapter.level_budgets(config, run_of(config, tmp_path))
-    assert budgets.shape == (3, 10) and budgets.mean(1).tolist() == pytest.approx([3, 3, 3], abs=0.01)
+    assert budgets.shape == (3, 10) and budgets.mean(1).tolist() == pytest.approx(
+        [3, 3, 3], abs=0.01
+    )
     counts = torch.bincount(chapter.problem(TINY).labels).tolist()
     cost = chapter.search_cost(config, counts, budgets)
     assert (cost >= budgets[:2].amax(0) * 0.99).all() and (cost <= budgets[:2].sum(0) + 0.5).all()
@@ -282,10 +337,23 @@ def test_the_search_for_level_budgets_helps_those_that_lag_keeps_the_mean_and_ha
 
 @pytest.mark.parametrize("rounds, own", [(8, {"fails": 2}), (0, {})])
 @pytest.mark.parametrize("printed, outcome", [(2.0, "holds"), (9.0, "fails")])
-def test_the_paper_is_judged_by_its_own_budgets_and_not_by_those_of_the_search(printed, outcome, rounds, own):
-    gaps = {"baseline": 5.0, "sample": 7.0, "scale": 7.0, "paper.sample": printed, "paper.scale": printed}
-    values = {f"gap.{kind}": records.mean_and_sd([gap, gap + 0.1, gap + 0.2]) for kind, gap in gaps.items()}
-    config = dataclasses.replace(experiments.get("idp-sgd/table-11").presets["paper"], rounds=rounds)
+def test_the_paper_is_judged_by_its_own_budgets_and_not_by_those_of_the_search(
+    printed, outcome, rounds, own
+):
+    gaps = {
+        "baseline": 5.0,
+        "sample": 7.0,
+        "scale": 7.0,
+        "paper.sample": printed,
+        "paper.scale": printed,
+    }
+    values = {
+        f"gap.{kind}": records.mean_and_sd([gap, gap + 0.1, gap + 0.2])
+        for kind, gap in gaps.items()
+    }
+    config = dataclasses.replace(
+        experiments.get("idp-sgd/table-11").presets["paper"], rounds=rounds
+    )
     record = records.make("idp-sgd/table-11", "paper", values, config=config)
     for exhibit in ("table-11", "figure-7"):
         found = experiments.findings(record, f"idp-sgd/{exhibit}")
@@ -294,8 +362,12 @@ def test_the_paper_is_judged_by_its_own_budgets_and_not_by_those_of_the_search(p
 
 
 @pytest.mark.slow
-def test_a_search_for_budgets_that_was_broken_off_goes_on_and_ends_with_the_same(tmp_path, monkeypatch):
-    config = dataclasses.replace(experiments.get("idp-sgd/table-11").presets["quick"], task=TINY, rounds=2, runs=2)
+def test_a_search_for_budgets_that_was_broken_off_goes_on_and_ends_with_the_same(
+    tmp_path, monkeypatch
+):
+    config = dataclasses.replace(
+        experiments.get("idp-sgd/table-11").presets["quick"], task=TINY, rounds=2, runs=2
+    )
     whole = chapter.level_budgets(config, run_of(config, tmp_path / "whole"))
     trained, left = [], [3]  # it is broken off at its fourth training
 
@@ -316,21 +388,31 @@ def test_a_search_for_budgets_that_was_broken_off_goes_on_and_ends_with_the_same
 
 @pytest.mark.slow
 def test_lira_identifies_more_members_with_larger_budgets(tmp_path):
-    config = dataclasses.replace(experiments.get("idp-sgd/figure-2").presets["quick"], shadows=8, targets=6)
+    config = dataclasses.replace(
+        experiments.get("idp-sgd/figure-2").presets["quick"], shadows=8, targets=6
+    )
     found = chapter.attacked(config, "sample", run_of(config, tmp_path))
     groups, masks, scores, accuracies = found
-    assert masks.shape == scores.shape == (14, 2000) and torch.equal(masks, chapter.memberships(config))
+    assert masks.shape == scores.shape == (14, 2000) and torch.equal(
+        masks, chapter.memberships(config)
+    )
     assert torch.bincount(groups).tolist() == [1000, 1000] and len(accuracies) == 14
     values = chapter.attack_values(config, *found)
     assert values["auc_mean.eps_10"].mean < values["auc_mean.eps_20"].mean
-    assert values["auc_each.eps_20"][0] == values["auc.eps_20"] and len(values["auc_each.eps_20"]) == 6
-    assert values["auc_interval.eps_20"][0] < values["auc.eps_20"] < values["auc_interval.eps_20"][1]
+    assert (
+        values["auc_each.eps_20"][0] == values["auc.eps_20"] and len(values["auc_each.eps_20"]) == 6
+    )
+    assert (
+        values["auc_interval.eps_20"][0] < values["auc.eps_20"] < values["auc_interval.eps_20"][1]
+    )
     curve = chapter.curves(config, groups, masks, scores, chapter.RATES)["eps_20"]
     assert (curve[1:] >= curve[:-1]).all() and curve[-1] == 1
 
 
 def test_each_example_is_in_half_of_the_shadow_models_and_targets_sample_independently():
-    config = dataclasses.replace(experiments.get("idp-sgd/figure-2-short").presets["paper"], examples=20_000)
+    config = dataclasses.replace(
+        experiments.get("idp-sgd/figure-2-short").presets["paper"], examples=20_000
+    )
     masks = chapter.memberships(config)
     assert masks.shape == (17, 20_000) and (masks[:12].sum(0) == 6).all()
     shares = masks.double().mean(1)
@@ -349,9 +431,13 @@ def test_an_attack_that_finds_nothing_has_an_area_of_a_half_and_decides_nothing(
     for seed in range(60):
         masks = chapter.memberships(dataclasses.replace(config, seed=seed))
         # Scores that depend on the example alone, and on chance.
-        scores = 3 * torch.randn(1000, generator=generator) + torch.randn(17, 1000, generator=generator)
+        scores = 3 * torch.randn(1000, generator=generator) + torch.randn(
+            17, 1000, generator=generator
+        )
         values = chapter.attack_values(config, groups, masks, scores.double(), [(50.0, 50.0)] * 17)
-        record = records.make("idp-sgd/figure-2-short", "paper", values, config=dataclasses.asdict(config), data=[])
+        record = records.make(
+            "idp-sgd/figure-2-short", "paper", values, config=dataclasses.asdict(config), data=[]
+        )
         held += sum(outcome == "holds" for _, _, outcome in membership.looser_leaks_more(record))
         areas += [*values["auc_each.eps_10"], *values["auc_each.eps_20"]]
     assert abs(np.mean(areas) - 0.5) < 4 * np.std(areas) / len(areas) ** 0.5
@@ -359,12 +445,15 @@ def test_an_attack_that_finds_nothing_has_an_area_of_a_half_and_decides_nothing(
 
 
 @pytest.mark.parametrize(
-    "t, outcome", [([5.16, 2.41, 1.84, 4.03, 2.537], "holds"), ([-5.0, -2.0, -3.0, -4.0, -2.0], "fails")]
+    "t, outcome",
+    [([5.16, 2.41, 1.84, 4.03, 2.537], "holds"), ([-5.0, -2.0, -3.0, -4.0, -2.0], "fails")],
 )
 def test_the_papers_own_t_tests_tell_its_groups_apart(t, outcome):
     config = dataclasses.asdict(experiments.get("idp-sgd/figure-2-short").presets["paper"])
     p = [2 * stats.norm.sf(abs(one)) for one in t]
-    record = records.make("idp-sgd/figure-2-short", "paper", {"t": t, "p": p}, config=config, data=[])
+    record = records.make(
+        "idp-sgd/figure-2-short", "paper", {"t": t, "p": p}, config=config, data=[]
+    )
     [(_, words, found)] = membership.groups_differ(record)
     assert found == outcome and words.endswith(f"{sum(one < 0.05 for one in p)} of 5")
 
@@ -373,7 +462,11 @@ def test_the_papers_own_t_tests_tell_its_groups_apart(t, outcome):
 def test_shadow_models_go_on_where_they_stopped(tmp_path, monkeypatch):
     """The second of three sets is cut off after five epochs."""
     config = dataclasses.replace(
-        experiments.get("idp-sgd/figure-2").presets["quick"], examples=100, shadows=4, targets=1, size=2
+        experiments.get("idp-sgd/figure-2").presets["quick"],
+        examples=100,
+        shadows=4,
+        targets=1,
+        size=2,
     )
     whole = chapter.attacked(config, "sample", run_of(config, tmp_path / "whole"))
     monkeypatch.setattr(runs, "KEPT", 0)
@@ -395,8 +488,17 @@ def test_shadow_models_go_on_where_they_stopped(tmp_path, monkeypatch):
     groups, masks, scores, accuracies = chapter.attacked(config, "sample", run_of(config, tmp_path))
     length = config.task.training.epochs
     assert begun == [2, 2, 2, 1]
-    assert epochs == [*range(1, length + 1), *range(1, 7), *range(6, length + 1), *range(1, length + 1)]
-    assert torch.equal(groups, whole[0]) and torch.equal(masks, whole[1]) and torch.equal(scores, whole[2])
+    assert epochs == [
+        *range(1, length + 1),
+        *range(1, 7),
+        *range(6, length + 1),
+        *range(1, length + 1),
+    ]
+    assert (
+        torch.equal(groups, whole[0])
+        and torch.equal(masks, whole[1])
+        and torch.equal(scores, whole[2])
+    )
     assert accuracies == whole[3]
 
 
@@ -413,7 +515,9 @@ def test_a_short_attack_is_judged_by_the_papers_claims(tmp_path, name, exhibits)
     assert len(values["mnist-5k.t"]) == config.targets == 5 and {*config.kinds} == {
         key.partition(".")[0] for key in arrays if "." in key
     }
-    record = records.make(f"idp-sgd/{name}", "paper", values, config=dataclasses.asdict(config), data=[])
+    record = records.make(
+        f"idp-sgd/{name}", "paper", values, config=dataclasses.asdict(config), data=[]
+    )
     judged = [
         (one, outcome)
         for one in ("figure-2", "table-12", "figures-8-10")
@@ -445,10 +549,14 @@ def test_a_comparison_that_was_cut_off_goes_on_within_its_runs(tmp_path, monkeyp
         side_by_side.compared(config, run_of(config, tmp_path), plan)
     assert side_by_side.compared(config, run_of(config, tmp_path), plan) == whole
     epochs = config.task.training.epochs
-    assert len(looks) == 4 + (epochs - 3) + 2, "three epochs are kept; then the others, and the end of both runs"
+    assert len(looks) == 4 + (epochs - 3) + 2, (
+        "three epochs are kept; then the others, and the end of both runs"
+    )
     assert whole["dpsgd"][0]["epochs"] == list(range(1, epochs + 1))
     pieces.discard(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["whole"], "nothing is left beside another folder"
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"], (
+        "nothing is left beside another folder"
+    )
 
 
 def test_a_filtered_run_drops_examples_at_their_budget_and_a_larger_budget_lasts_longer(tmp_path):
@@ -461,7 +569,8 @@ def test_a_filtered_run_drops_examples_at_their_budget_and_a_larger_budget_lasts
     assert alone["active"][:6] == [1.0] * 6  # at the full norm the budget lasts as long as DP-SGD's
     assert len(alone["active"]) == 9 and alone["active"][-1] < 1
     assert alone["largest"] <= 0.3 and 0.3 < assigned["largest"] <= 0.31
-    assert [len(one["course"]) for one in (plain, alone, assigned)] == [6, 9, 9]  # the accuracy after each step
+    # the accuracy after each step
+    assert [len(one["course"]) for one in (plain, alone, assigned)] == [6, 9, 9]
     assert alone["course"][:6] == plain["course"] and alone["final"] == alone["course"][-1]
 
 
@@ -481,7 +590,11 @@ def few_texts(tmp_path, monkeypatch):
         *(
             f"{name}{'aeiou'[k % 5]}\t{language}"
             for k in range(20)
-            for name, language in (("Kowalsk", "Polish"), ("Takahash", "Japanese"), ("O'Neill", "Irish"))
+            for name, language in (
+                ("Kowalsk", "Polish"),
+                ("Takahash", "Japanese"),
+                ("O'Neill", "Irish"),
+            )
         ),
     ]
     (tmp_path / "names.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -517,13 +630,18 @@ def test_texts_are_learned_within_each_groups_budget(few_texts, tmp_path, monkey
     for plan, budgets in zip(plans, [chapter.BUDGETS] * 4 + [(5.0, 7.5, 10.0)] * 4):
         spent = plan.epsilon(accountant="rdp")
         assert plan.n == {1.0: 48, 5.0: 20}[budgets[0]] and plan.steps == 8
-        assert (spent.unique() <= torch.tensor(budgets, dtype=torch.float64)[: len(spent.unique())]).all()
+        assert (
+            spent.unique() <= torch.tensor(budgets, dtype=torch.float64)[: len(spent.unique())]
+        ).all()
     for row, labels in (("charrnn_surnames", 3), ("embedding_imdb", 2)):
         assert values[f"{row}.majority"] >= 100 / labels and values[f"{row}.scale"].n == 2
         assert values[f"{row}.scale"].mean == pytest.approx(sum(values[f"{row}.scale.final"]) / 2)
         assert len(values[f"{row}.scale.accuracy"]) == 2 and values[f"{row}.scale.dropped"] == 0
     record = records.make(
-        "idp-sgd/table-3", "paper", values | {f"{row}.sample.final": [100.0, 100.0] for row in rows}, config=config
+        "idp-sgd/table-3",
+        "paper",
+        values | {f"{row}.sample.final": [100.0, 100.0] for row in rows},
+        config=config,
     )
     assert sum(experiments.findings(record).counts().values()) == 2
     resumed = chapter.table_3(config, run_of(config, tmp_path / "parts"))
@@ -531,25 +649,37 @@ def test_texts_are_learned_within_each_groups_budget(few_texts, tmp_path, monkey
 
 
 def test_equation_2_is_loose_at_low_orders_and_false_at_high_ones():
-    """Table 1's bound has a range of orders; outside it the divergence of the sampled Gaussian is larger."""
+    """Table 1's bound has a range of orders; outside it the divergence of the sampled Gaussian is
+    larger.
+    """
     q, sigma = 1 / 118, 1.424
     exact = rdp_sampled_gaussian(sample_rate=q, noise_multiplier=sigma, orders=[2, 64])
     assert 2 * q**2 * 2 / sigma**2 > exact[0] and 2 * q**2 * 64 / sigma**2 < exact[1]
 
 
 def test_individualised_dp_lies_between_dp_at_the_smallest_and_at_the_largest_budget():
-    """Lemmas 3.1 and 3.2: the delta that a pair of outputs needs falls as the budget grows, whatever the pair."""
-    pairs = torch.rand(500, 2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) ** 4
+    """Lemmas 3.1 and 3.2: the delta that a pair of outputs needs falls as the budget grows,
+    whatever the pair.
+    """
+    pairs = (
+        torch.rand(500, 2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) ** 4
+    )
     one, other = (pairs / pairs.sum(-1, keepdim=True)).unbind(1)
-    deltas = [(one - math.exp(epsilon) * other).clamp(min=0).sum(-1) for epsilon in (0.3, *chapter.BUDGETS)]
+    deltas = [
+        (one - math.exp(epsilon) * other).clamp(min=0).sum(-1)
+        for epsilon in (0.3, *chapter.BUDGETS)
+    ]
     assert all((strict >= loose).all() for strict, loose in zip(deltas, deltas[1:]))
     assert all((strict > loose).any() for strict, loose in zip(deltas, deltas[1:]))
 
 
 @pytest.mark.parametrize("noise_multiplier", [1.0, 10.0, 100.0])
-def test_algorithm_1_as_printed_tells_by_the_length_of_its_noise_how_many_were_drawn(noise_multiplier):
-    """Two people, or one, each drawn with probability 1/2, whose gradients are zero: line 8 divides the noise by their
-    number, so that in 1,000 dimensions short noise means two."""
+def test_algorithm_1_as_printed_tells_by_the_length_of_its_noise_how_many_were_drawn(
+    noise_multiplier,
+):
+    """Two people, or one, each drawn with probability 1/2, whose gradients are zero: line 8 divides
+    the noise by their number, so that in 1,000 dimensions short noise means two.
+    """
     dimensions = 1000
     short = 0.75 * noise_multiplier * math.sqrt(dimensions)
 
@@ -561,9 +691,12 @@ def test_algorithm_1_as_printed_tells_by_the_length_of_its_noise_how_many_were_d
             for drawn in range(1, people + 1)
         )
 
-    claimed = compute_epsilon(sample_rate=0.5, noise_multiplier=noise_multiplier, steps=1, delta=1e-5, accountant="rdp")
+    claimed = compute_epsilon(
+        sample_rate=0.5, noise_multiplier=noise_multiplier, steps=1, delta=1e-5, accountant="rdp"
+    )
     printed = chance(2, lambda drawn: drawn) - math.exp(claimed) * chance(1, lambda drawn: drawn)
-    assert printed == pytest.approx(0.25, abs=1e-6)  # the delta that claimed goes with is at least that, not 1e-5
+    # the delta that claimed goes with is at least that, not 1e-5
+    assert printed == pytest.approx(0.25, abs=1e-6)
     assert chance(2, lambda drawn: 1) < 1e-6  # by a constant: noise of one length
 
 
@@ -576,7 +709,9 @@ STRATEGIES = {
     "alone": lambda seen, who, mine: float(who == mine) + 0 * seen,
     "together": lambda seen, who, mine: 1 + 0 * seen,
     "against": lambda seen, who, mine: (-1.0) ** who * np.where(seen > 0, 1, -1),
-    "adaptive": lambda seen, who, mine: np.where(seen > 0, 1, -1) if who == mine else np.cos(seen + who),
+    "adaptive": lambda seen, who, mine: (
+        np.where(seen > 0, 1, -1) if who == mine else np.cos(seen + who)
+    ),
 }
 
 
@@ -612,24 +747,31 @@ def delta_of_two_steps(people, std, strategy, mine, epsilon):
     everybody = list(range(len(people)))
     one, other = both(everybody), both([who for who in everybody if who != mine])
     assert one.sum() * spacing**2 == pytest.approx(1, abs=1e-9)
-    return max(np.clip(a - math.exp(epsilon) * b, 0, None).sum() * spacing**2 for a, b in ((one, other), (other, one)))
+    return max(
+        np.clip(a - math.exp(epsilon) * b, 0, None).sum() * spacing**2
+        for a, b in ((one, other), (other, one))
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["sample", "scale"])
 def test_theorems_g_1_and_g_2_hold_of_two_steps_counted_out_whatever_the_others_do(method):
-    """Whoever leaves, two outputs tell no more than their own group's budget, and what others do only hides more."""
+    """Whoever leaves, two outputs tell no more than their own group's budget, and what others do
+    only hides more.
+    """
     for accountant in ("rdp", "pld"):
         groups, std = five_people(method, accountant)
         people = [groups[group] for group in FIVE]
         for budget, mine in zip((0.5, 1.0, 2.0), LAST):
             spent = {
-                name: delta_of_two_steps(people, std, strategy, mine, budget) for name, strategy in STRATEGIES.items()
+                name: delta_of_two_steps(people, std, strategy, mine, budget)
+                for name, strategy in STRATEGIES.items()
             }
             assert max(spent.values()) <= TWO_STEPS["target_delta"], (accountant, budget, spent)
             assert spent["alone"] == max(spent.values())
             if accountant == "pld":
-                assert spent["alone"] >= 0.99 * TWO_STEPS["target_delta"]  # a budget that is used up
+                # a budget that is used up
+                assert spent["alone"] >= 0.99 * TWO_STEPS["target_delta"]
     # The next group's parameters are too much for a budget: what is counted here can be exceeded.
     for budget, stranger in zip((0.5, 1.0), LAST[1:]):
         assert delta_of_two_steps(people, std, STRATEGIES["alone"], stranger, budget) > 0.01
@@ -638,9 +780,13 @@ def test_theorems_g_1_and_g_2_hold_of_two_steps_counted_out_whatever_the_others_
 @pytest.mark.parametrize("setup", ["A", "B"])
 @pytest.mark.parametrize("method", ["sample", "scale"])
 def test_theorems_g_1_and_g_2_hold_at_the_papers_scale_by_dp_accounting(method, setup):
-    """MNIST: dp-accounting's epsilon of each group's own mechanism, over all steps, is within the group's budget."""
+    """MNIST: dp-accounting's epsilon of each group's own mechanism, over all steps, is within the
+    group's budget.
+    """
     training = chapter.TABLE_5["mnist"]
-    noise, rates, norms = chapter.parameters(method, chapter.BUDGETS, chapter.GROUPS[setup], training, 1e-5)
+    noise, rates, norms = chapter.parameters(
+        method, chapter.BUDGETS, chapter.GROUPS[setup], training, 1e-5
+    )
     multipliers = float(noise) * training.clip / norms
     for budget, rate, multiplier in zip(chapter.BUDGETS, rates.tolist(), multipliers.tolist()):
         step = privacy_loss_distribution.from_gaussian_mechanism(
@@ -673,9 +819,18 @@ def test_weighted_votes_beat_plain_ones_on_the_small_task(tmp_path):
 
 
 @pytest.mark.slow
-def test_networks_as_teachers_learn_their_own_part_and_each_kind_of_student_takes_its_number_of_labels(tmp_path):
+def test_networks_as_teachers_learn_their_own_part_and_each_kind_of_student_takes_its_number_of_labels(
+    tmp_path,
+):
     config = pate_students.Teachers(
-        training.MNIST_5K, 4, (10, 40), steps=30, student_steps=10, learning_rate=0.05, seeds=(0,), budgets=(5.0, 50.0)
+        training.MNIST_5K,
+        4,
+        (10, 40),
+        steps=30,
+        student_steps=10,
+        learning_rate=0.05,
+        seeds=(0,),
+        budgets=(5.0, 50.0),
     )
     found = chapter.problem(config.task)
     parts = torch.arange(80).view(2, 40)
@@ -688,15 +843,21 @@ def test_networks_as_teachers_learn_their_own_part_and_each_kind_of_student_take
     config = dataclasses.replace(config, groups={"A": (50, 50)})
     values = chapter.table_13(config, run_of(config, tmp_path))
     assert values["ipate_A.labels"] in config.queries and len(values["pate.by_labels"]) == 2
-    assert float(values["ipate_A.final"][0]) in [pytest.approx(float(v)) for v in values["ipate_A.by_labels"]]
+    assert float(values["ipate_A.final"][0]) in [
+        pytest.approx(float(v)) for v in values["ipate_A.by_labels"]
+    ]
 
 
 def test_the_attack_that_the_chapter_writes_by_hand_is_the_librarys():
-    page = (pathlib.Path(__file__).resolve().parents[3] / "book" / "papers" / "idp-sgd.md").read_text(encoding="utf-8")
+    page = (
+        pathlib.Path(__file__).resolve().parents[3] / "book" / "papers" / "idp-sgd.md"
+    ).read_text(encoding="utf-8")
     room = {}
     exec(page[page.index("def lira_by_hand(") :].partition("\n```")[0], room)
     generator = torch.Generator().manual_seed(0)
     inside = torch.rand(24, 50, generator=generator) < 0.5
     scores = torch.randn(24, 50, generator=generator, dtype=torch.float64) + inside
     by_hand = room["lira_by_hand"](scores[0], scores[1:], inside[1:])
-    assert torch.allclose(by_hand, attacks.lira(scores[0], scores[1:], inside[1:], variance="pooled"))
+    assert torch.allclose(
+        by_hand, attacks.lira(scores[0], scores[1:], inside[1:], variance="pooled")
+    )

@@ -9,7 +9,9 @@ from dpcompanion.reproduction.papers.idp_sgd.settings import Training
 from dpcompanion.reproduction.papers.idp_sgd.training import GROUPS, Task, trial
 
 TINY = Task("mnist-5k", "softmax", Training(4000, 400, 2, 1.0), 2.0)
-CONFIG = cifar.Cifar(TINY, ("dpsgd", "B.sample"), seeds=(0,), look=1, group_look=1, precision=None, together=512)
+CONFIG = cifar.Cifar(
+    TINY, ("dpsgd", "B.sample"), seeds=(0,), look=1, group_look=1, precision=None, together=512
+)
 
 
 def run_of(folder, config=CONFIG):
@@ -55,14 +57,19 @@ def test_a_trial_that_was_cut_off_goes_on_from_its_last_epoch_and_ends_the_same(
     calls.clear()
     calls += [None] * 3
     assert cifar.kept_trials(CONFIG, run_of(kept)) == whole
-    # One epoch of the first trial and two of the second, each looked at twice, and both looked at in the end.
+    # One epoch of the first trial and two of the second, each looked at twice, and both looked at
+    # in the end.
     assert len(calls) == 3 + 2 + 4 + 2
     assert not list(each.glob("*.unfinished"))
 
 
 def test_dpsgd_is_trained_once_for_both_tables_and_a_tuned_method_for_its_own(kept, monkeypatch):
     monkeypatch.setattr(
-        cifar, "tuned", lambda task, kind: dataclasses.replace(task, learning_rate=1.0) if kind == "B.sample" else task
+        cifar,
+        "tuned",
+        lambda task, kind: (
+            dataclasses.replace(task, learning_rate=1.0) if kind == "B.sample" else task
+        ),
     )
     same = cifar.kept_trials(CONFIG, run_of(kept))
     tuned = cifar.kept_trials(dataclasses.replace(CONFIG, tuned=True), run_of(kept))
@@ -83,7 +90,9 @@ def test_the_configurations_have_every_kind_that_the_tables_print_and_the_papers
         whole = [part.name for part in published.parts(f"idp-sgd/{table}") if not part.shortened]
         assert whole == [f"idp-sgd/{part}" for part in parts]
         kinds = [kind for config in configs for kind in config.kinds]
-        assert {f"{setup}.{method}" for setup in GROUPS for method in ("sample", "scale")} < {*kinds}
+        assert {f"{setup}.{method}" for setup in GROUPS for method in ("sample", "scale")} < {
+            *kinds
+        }
         assert all(config.kinds[0] == "dpsgd" for config in configs)
         tasks = [
             cifar.tuned(config.task, kind) if config.tuned else config.task
@@ -94,7 +103,11 @@ def test_the_configurations_have_every_kind_that_the_tables_print_and_the_papers
 
 
 def test_a_part_counts_in_its_exhibit_and_is_no_longer_left_to_run(tmp_path):
-    mnist = {key: value for key, value in published.exhibit("idp-sgd/table-8").flat().items() if key[:5] == "mnist"}
+    mnist = {
+        key: value
+        for key, value in published.exhibit("idp-sgd/table-8").flat().items()
+        if key[:5] == "mnist"
+    }
     records.write(
         records.make(
             "idp-sgd/table-8",
@@ -112,7 +125,9 @@ def test_a_part_counts_in_its_exhibit_and_is_no_longer_left_to_run(tmp_path):
     def land(part, setups, kinds):
         values = {key: value for key, value in printed.items() if key.startswith(setups)}
         values |= {f"{kind}.final": [50.0 + 5 * (kind != "dpsgd")] * 3 for kind in kinds}
-        made = records.make(f"idp-sgd/{part}", "paper", values, config={"kinds": kinds}, data=[{"name": "cifar10"}])
+        made = records.make(
+            f"idp-sgd/{part}", "paper", values, config={"kinds": kinds}, data=[{"name": "cifar10"}]
+        )
         records.write(made, tmp_path)
         return scoreboard.exhibit_status("idp-sgd/table-8", folder=tmp_path)
 
@@ -130,7 +145,9 @@ def test_a_part_counts_in_its_exhibit_and_is_no_longer_left_to_run(tmp_path):
 
 
 def test_precisions_share_everything_else_and_a_loss_of_accuracy_is_found(tmp_path):
-    alike = cifar.Precisions(dataclasses.replace(CONFIG, kinds=("same",)), {"float32": None, "bfloat16": None})
+    alike = cifar.Precisions(
+        dataclasses.replace(CONFIG, kinds=("same",)), {"float32": None, "bfloat16": None}
+    )
     values = cifar.table_8_precision(alike, run_of(tmp_path, alike))
     assert values["float32.accuracy"] == values["bfloat16.accuracy"]
     assert values["float32.final"] == [values["float32.accuracy"][0][-1]]

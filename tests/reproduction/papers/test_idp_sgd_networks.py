@@ -40,7 +40,12 @@ def alone(model, x, y):
     return torch.stack(
         [
             torch.cat(
-                [g.flatten() for g in torch.autograd.grad(cross_entropy(model(x[i : i + 1]), y[i : i + 1]).sum(), own)]
+                [
+                    g.flatten()
+                    for g in torch.autograd.grad(
+                        cross_entropy(model(x[i : i + 1]), y[i : i + 1]).sum(), own
+                    )
+                ]
             ).norm()
             for i in range(len(x))
         ]
@@ -58,12 +63,21 @@ def plan_for(method, n, *, steps=1, max_grad_norm=0.5):
         found = idp.scale_parameters(budgets, [1] * n, max_grad_norm=max_grad_norm, **run)
         rates, norms = 0.5, found.max_grad_norms
     return torch.tensor(budgets, dtype=torch.float64), DPSGDPlan(
-        n=n, sample_rate=rates, steps=steps, max_grad_norm=norms, noise_multiplier=found.noise_multiplier, delta=1e-5
+        n=n,
+        sample_rate=rates,
+        steps=steps,
+        max_grad_norm=norms,
+        noise_multiplier=found.noise_multiplier,
+        delta=1e-5,
     )
 
 
 def weights(model, frozen):
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad != frozen}
+    return {
+        name: p.detach().clone()
+        for name, p in model.named_parameters()
+        if p.requires_grad != frozen
+    }
 
 
 def test_resnet18_has_no_batch_norm_and_as_many_parameters_as_torchvisions():
@@ -85,9 +99,18 @@ def test_resnet18_takes_a_step_of_idp_sgd_by_the_trainer():
     model, (x, y) = networks.resnet18(), images()
     budgets, plan = plan_for("scale", 4)
     before = weights(model, frozen=False)
-    history = train(model, cross_entropy, (x, y), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seed=1)
+    history = train(
+        model,
+        cross_entropy,
+        (x, y),
+        plan,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        seed=1,
+    )
     after = weights(model, frozen=False)
-    assert history.dropped == 0 and all(not torch.equal(before[name], after[name]) for name in before)
+    assert history.dropped == 0 and all(
+        not torch.equal(before[name], after[name]) for name in before
+    )
     assert (plan.epsilon(accountant="rdp") <= budgets).all()
 
 
@@ -117,7 +140,9 @@ def test_resnet18_takes_a_step_of_idp_sgd_by_the_engine(method):
     assert (spent <= budgets).all() and torch.allclose(spent, budgets, rtol=0.01)
 
 
-@pytest.mark.parametrize("prepare", [lambda model: model, networks.fine_tune], ids=["all", "fine-tuned"])
+@pytest.mark.parametrize(
+    "prepare", [lambda model: model, networks.fine_tune], ids=["all", "fine-tuned"]
+)
 def test_the_gradients_of_a_transformer_are_those_of_one_sentence_at_a_time(prepare):
     """Tokens that are not there must not matter, nor who else is in the batch."""
     model, (x, y) = prepare(small_encoder()).double(), sentences()
@@ -144,7 +169,9 @@ def test_fine_tuning_by_the_trainer_meets_budgets_and_leaves_the_backbone_alone(
     )
     assert len(seen) == 3 and len(frozen) > 10
     assert all(torch.equal(frozen[name], p) for name, p in weights(model, frozen=True).items())
-    assert all(not torch.equal(trained[name], p) for name, p in weights(model, frozen=False).items())
+    assert all(
+        not torch.equal(trained[name], p) for name, p in weights(model, frozen=False).items()
+    )
     spent = plan.epsilon(accountant="rdp")
     assert (spent <= budgets).all() and (spent >= 0.99 * budgets).all()
 
@@ -152,7 +179,9 @@ def test_fine_tuning_by_the_trainer_meets_budgets_and_leaves_the_backbone_alone(
 def test_with_the_attention_of_opacus_gradients_are_those_of_one_sentence_at_a_time():
     model, (x, y) = ModuleValidator.fix(small_encoder()), sentences()
     expected = alone(copy.deepcopy(model), x, y)
-    torch.nn.functional.cross_entropy(GradSampleModule(model, loss_reduction="mean")(x), y).backward()
+    torch.nn.functional.cross_entropy(
+        GradSampleModule(model, loss_reduction="mean")(x), y
+    ).backward()
     parts = [p.grad_sample.flatten(1).norm(dim=1) for p in model.parameters()]
     assert torch.allclose(torch.stack(parts).norm(dim=0), expected, rtol=1e-4)
 
@@ -182,6 +211,8 @@ def test_fine_tuning_by_the_engine_meets_budgets_and_leaves_the_backbone_alone(m
             torch.nn.functional.cross_entropy(private(tokens), labels).backward()
             optimizer.step()
     assert all(torch.equal(frozen[name], p) for name, p in weights(model, frozen=True).items())
-    assert all(not torch.equal(trained[name], p) for name, p in weights(model, frozen=False).items())
+    assert all(
+        not torch.equal(trained[name], p) for name, p in weights(model, frozen=False).items()
+    )
     spent = engine.get_epsilons(1e-5)
     assert (spent <= budgets).all() and torch.allclose(spent, budgets, rtol=0.01)

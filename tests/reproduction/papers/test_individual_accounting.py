@@ -17,7 +17,11 @@ from dpcompanion.reproduction.runs import Run
 from dpcompanion.training import DPSGDPlan
 
 SHORT = dataclasses.replace(ia.MNIST_5K, epochs=2, batch_size=400, reference=40)
-NAMES = [name for name in experiments.names() if name.startswith(ia.NAME) and "quick" in experiments.get(name).presets]
+NAMES = [
+    name
+    for name in experiments.names()
+    if name.startswith(ia.NAME) and "quick" in experiments.get(name).presets
+]
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +42,25 @@ def short(run):
 @pytest.mark.parametrize(
     "name",
     # The notebooks execute the others' quick runs.
-    [name if name.endswith(("table-2", "figure-6")) else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+    [
+        name
+        if name.endswith(("table-2", "figure-6"))
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMES
+    ],
 )
 def test_every_exhibit_gives_finite_numbers_and_its_findings_are_judged(name, monkeypatch):
     found = experiments.get(name)
     config = found.presets["quick"]
     changes = {
         field: value
-        for field, value in (("examples", 50), ("updates", 3), ("evaluations", 2), ("draws", 3), ("owners", 2))
+        for field, value in (
+            ("examples", 50),
+            ("updates", 3),
+            ("evaluations", 2),
+            ("draws", 3),
+            ("owners", 2),
+        )
         if hasattr(config, field)
     }
     if name.endswith("figure-11"):
@@ -102,7 +117,9 @@ def test_a_long_run_is_cached_on_disk_and_read_back(run, monkeypatch):
     first = ia.trained(SHORT, 0, run)
     monkeypatch.setattr(runs, "KEPT", 0)
     kept = ia.trained(SHORT, 0, run)
-    monkeypatch.setattr(ia.runs, "train", lambda *arguments, **options: pytest.fail("trained again"))
+    monkeypatch.setattr(
+        ia.runs, "train", lambda *arguments, **options: pytest.fail("trained again")
+    )
     read = ia.trained(SHORT, 0, run)
     for one in (kept, read):
         np.testing.assert_array_equal(one.norms, first.norms)
@@ -112,14 +129,20 @@ def test_a_long_run_is_cached_on_disk_and_read_back(run, monkeypatch):
 def test_without_a_gpu_the_papers_own_networks_are_left_out_and_listed(run):
     config = experiments.get("individual-accounting/figure-5").presets["paper"]
     assert set(ia.runnable(config, run)) == {"mnist_cnn"}
-    assert set(ia.left_out(config, run)["not_run"]) == {"mnist", "cifar10", "utkface_gender", "utkface_age"}
+    assert set(ia.left_out(config, run)["not_run"]) == {
+        "mnist",
+        "cifar10",
+        "utkface_gender",
+        "utkface_age",
+    }
     assert set(ia.runnable(config, Run(None, torch.device("cuda"), None))) == set(config.tasks)
 
 
 def test_one_long_run_serves_the_exhibits_of_a_single_run_and_the_sweeps_are_short():
     def epochs(exhibit):
         return {
-            name: task.epochs for name, task in experiments.get(f"{ia.NAME}/{exhibit}").presets["paper"].tasks.items()
+            name: task.epochs
+            for name, task in experiments.get(f"{ia.NAME}/{exhibit}").presets["paper"].tasks.items()
         }
 
     single = [
@@ -128,7 +151,8 @@ def test_one_long_run_serves_the_exhibits_of_a_single_run_and_the_sweeps_are_sho
     ]
     assert set(single) == {ia.MNIST_LONG} and ia.MNIST_LONG.epochs == 20
     assert epochs("table-3")["mnist_cnn"] == epochs("figures-7-8")["mnist_cnn"] == 4
-    assert epochs("figure-1")["mnist"] == epochs("figures-7-8")["mnist"] == 100  # the paper's own are left alone
+    # the paper's own are left alone
+    assert epochs("figure-1")["mnist"] == epochs("figures-7-8")["mnist"] == 100
 
 
 def fake_images(monkeypatch, shape):
@@ -157,7 +181,11 @@ def test_the_papers_networks_train_on_a_few_images(task, shape, run, monkeypatch
     fake_images(monkeypatch, shape)
     few = dataclasses.replace(task, batch_size=3, epochs=1, reference=2)
     found = ia.trained(few, 0, run)
-    assert found.plan.steps == 2 and found.norms.shape == (2, 6) and found.reference_norms.shape == (2, 2)
+    assert (
+        found.plan.steps == 2
+        and found.norms.shape == (2, 6)
+        and found.reference_norms.shape == (2, 2)
+    )
     assert np.isfinite(found.losses).all() and (found.epsilon() > 0).all()
 
 
@@ -176,7 +204,10 @@ def test_nearest_rounds_half_of_the_norms_down_and_never_to_zero():
 
 def test_the_delta_of_two_gaussians_is_found_by_counting_cells():
     z = torch.linspace(-12, 12, 200001, dtype=torch.float64)
-    a, b = (torch.exp(-((z - shift) ** 2) / 2) * (z[1] - z[0]) / math.sqrt(2 * math.pi) for shift in (0.0, 1.0))
+    a, b = (
+        torch.exp(-((z - shift) ** 2) / 2) * (z[1] - z[0]) / math.sqrt(2 * math.pi)
+        for shift in (0.0, 1.0)
+    )
     assert ia.excess(a, b, 0.7) == pytest.approx(float(gaussian_delta(1.0, 0.7)), rel=1e-3)
 
 
@@ -217,13 +248,20 @@ def test_an_overfitted_model_betrays_its_members(run):
 def test_plans_are_those_of_the_papers_epsilons():
     plan = ia.make_plan(ia.MNIST, 60000, 1.0)
     assert isinstance(plan, DPSGDPlan) and plan.steps == 5900
-    assert plan.epsilon(accountant="rdp") == pytest.approx(2.4, rel=1e-3) and plan.epsilon(accountant="pld") < 2.3
+    assert (
+        plan.epsilon(accountant="rdp") == pytest.approx(2.4, rel=1e-3)
+        and plan.epsilon(accountant="pld") < 2.3
+    )
 
 
-@pytest.mark.parametrize("exhibit, name", [("figure-1", words.MNIST), ("figure-1-resnet20", words.RESNET)])
+@pytest.mark.parametrize(
+    "exhibit, name", [("figure-1", words.MNIST), ("figure-1-resnet20", words.RESNET)]
+)
 def test_the_uniform_epsilon_of_a_records_configuration_is_that_of_its_run(exhibit, name):
     record = experiments.get(f"{ia.NAME}/{exhibit}").record("paper")
-    by = {accountant: words.plain_epsilon(record, name, accountant) for accountant in ("rdp", "pld")}
+    by = {
+        accountant: words.plain_epsilon(record, name, accountant) for accountant in ("rdp", "pld")
+    }
     assert by["rdp"] == pytest.approx(record.values[f"{name}.worst_case"], rel=1e-9)
     assert by["pld"] == pytest.approx(record.values[f"{name}.pld.worst_case"], rel=1e-6)
     top = record.values[f"{name}.worst_case"]
@@ -243,8 +281,13 @@ def test_a_record_that_leaves_the_papers_networks_out_neither_reproduces_nor_con
             arrays={"mnist_cnn.epsilon": epsilon, "mnist_cnn.losses": losses},
         )
         records.write(record, tmp_path)
-        board = {one.exhibit.id: one for one in scoreboard.exhibit_statuses(ia.NAME, folder=tmp_path)}
-        assert (board["figure-5"].state, board["figure-5"].outcomes.findings) == (state, {outcome: 1})
+        board = {
+            one.exhibit.id: one for one in scoreboard.exhibit_statuses(ia.NAME, folder=tmp_path)
+        }
+        assert (board["figure-5"].state, board["figure-5"].outcomes.findings) == (
+            state,
+            {outcome: 1},
+        )
 
 
 @pytest.mark.slow
@@ -255,7 +298,9 @@ def test_the_quick_run_without_noise_does_not_depend_on_the_last_bits(monkeypatc
         losses = []
         for jitter in ("0", "1e-12"):
             monkeypatch.setenv("DPCOMPANION_JITTER", jitter)
-            losses.append(ia.overfitted(task, ia.Membership(tasks={}, **settings), 0, "cpu")[1]["losses"])
+            losses.append(
+                ia.overfitted(task, ia.Membership(tasks={}, **settings), 0, "cpu")[1]["losses"]
+            )
         return np.abs(np.log(losses[0] / losses[1])).max()
 
     assert moved(**{**ia.STABLE, "epochs": 5}) < 1e-3

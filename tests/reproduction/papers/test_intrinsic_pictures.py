@@ -39,7 +39,9 @@ def test_rows_name_every_task_and_start_once_and_say_which_run_they_are_of():
     ):
         names = [cells[0] for _, cells in rows]
         assert len(set(names)) == len(names) == 2 * 2 * len(found["recorded"].config["tasks"])
-        assert all(name.endswith("(live)") == (kind == "live") for (kind, _), name in zip(rows, names))
+        assert all(
+            name.endswith("(live)") == (kind == "live") for (kind, _), name in zip(rows, names)
+        )
         assert len({len(cells) for _, cells in rows}) == 1
 
 

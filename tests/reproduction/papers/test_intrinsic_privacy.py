@@ -30,7 +30,12 @@ def run():
 @pytest.mark.parametrize(
     "name",
     # The notebooks execute the others' quick runs.
-    [name if name.endswith(("table-3", "figure-2")) else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+    [
+        name
+        if name.endswith(("table-3", "figure-2"))
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMES
+    ],
 )
 def test_every_exhibit_gives_the_same_finite_numbers_twice(name, monkeypatch):
     found = experiments.get(name)
@@ -69,7 +74,9 @@ def test_every_exhibit_gives_the_same_finite_numbers_twice(name, monkeypatch):
 def test_examples_have_norm_1_and_the_held_out_one_comes_first(name, examples, size):
     found = ip.problem(name)
     assert found.features.shape == (examples, size) and len(found.labels) == examples
-    torch.testing.assert_close(found.features.norm(dim=1), torch.ones(examples, dtype=torch.float64))
+    torch.testing.assert_close(
+        found.features.norm(dim=1), torch.ones(examples, dtype=torch.float64)
+    )
     assert set(found.labels.tolist()) == {0, 1}
 
 
@@ -77,15 +84,24 @@ def test_grids_agree_with_algorithm_1_by_hand(run):
     weights = ip.trained("digits", SMALL, run)[1:].numpy()
     table = {}
     sigma = np.median([(w - w.mean(0)).std() for w in weights])
-    star = max(np.linalg.norm(weights[a, r] - weights[b, r]) for a in range(4) for b in range(4) for r in range(8))
+    star = max(
+        np.linalg.norm(weights[a, r] - weights[b, r])
+        for a in range(4)
+        for b in range(4)
+        for r in range(8)
+    )
     name = "intrinsic-privacy/table-3"
     found = experiments.get(name)
-    table = found.function(dataclasses.replace(found.presets["quick"], tasks={"digits": SMALL}), run)
+    table = found.function(
+        dataclasses.replace(found.presets["quick"], tasks={"digits": SMALL}), run
+    )
     assert table["digits.sigma_i"] == pytest.approx(sigma)
     assert table["digits.delta_empirical"] == pytest.approx(star)
     c = math.sqrt(2 * math.log(1.25 * 720))
     assert table["digits.eps_i_star"] == pytest.approx(c * star / sigma)
-    assert table["digits.eps_i"] == pytest.approx(c * 2 * (40 * 16 / 720) * math.sqrt(2) * 1.0 / 16 / sigma)
+    assert table["digits.eps_i"] == pytest.approx(
+        c * 2 * (40 * 16 / 720) * math.sqrt(2) * 1.0 / 16 / sigma
+    )
 
 
 def test_an_interrupted_grid_goes_on_where_it_stopped(run, monkeypatch):
@@ -143,18 +159,27 @@ def test_more_noise_never_reads_as_less(run):
     values = experiments.get("intrinsic-privacy/algorithm-2").function(
         ip.Audit({"digits": dataclasses.replace(SMALL, seeds=200)}, 2, 1), run
     )
-    for row in (f"digits.{initialization}.{kind}" for initialization in ip.INITIALIZATIONS for kind in ip.KINDS):
+    for row in (
+        f"digits.{initialization}.{kind}"
+        for initialization in ip.INITIALIZATIONS
+        for kind in ip.KINDS
+    ):
         assert (values[f"{row}.needed.added"].diff() <= 0).all()
         assert (values[f"{row}.theory.added"] >= values[f"{row}.empirical.added"]).all()
         assert (values[f"{row}.theory.epsilon_covariance"].diff() >= 0).all()
-        assert (values[f"{row}.needed.epsilon_covariance"] <= torch.tensor(values[f"{row}.targets"]) * (1 + 1e-9)).all()
+        assert (
+            values[f"{row}.needed.epsilon_covariance"]
+            <= torch.tensor(values[f"{row}.targets"]) * (1 + 1e-9)
+        ).all()
 
 
 def test_a_canary_moves_the_weights_further_in_units_of_the_noise_than_natural_neighbours(run):
     config = ip.Audit({"digits": dataclasses.replace(SMALL, seeds=300)}, 2, 2)
     ((_, task),) = config.tasks.items()
     mu = {
-        kind: ip.gaussian_view(ip.audits._clouds("digits", task, run, config, "fixed", kind)[0])["mu"].max()
+        kind: ip.gaussian_view(ip.audits._clouds("digits", task, run, config, "fixed", kind)[0])[
+            "mu"
+        ].max()
         for kind in ip.KINDS
     }
     assert mu["canary"] > 1.5 * mu["natural"]
@@ -164,7 +189,9 @@ def test_every_criterion_is_judged_by_the_record_of_its_exhibit():
     for name in experiments.names():
         if name.startswith("intrinsic-privacy/") and experiments.criteria(name):
             found = experiments.findings(experiments.get(name).record("paper"))
-            assert {row.criterion for row in found.rows} == {criterion.text for criterion in experiments.criteria(name)}
+            assert {row.criterion for row in found.rows} == {
+                criterion.text for criterion in experiments.criteria(name)
+            }
     heavy = experiments.findings(experiments.get("intrinsic-privacy/algorithm-1").record("paper"))
     assert {row.outcome for row in heavy.rows if "theorem 2" in row.criterion} == {"undecided"}
     assert {row.outcome for row in heavy.rows if "empirical" in row.criterion} == {"fails"}
@@ -174,4 +201,6 @@ def test_the_hyperparameters_are_those_of_table_2():
     table_2 = published.exhibit("intrinsic-privacy/table-2")
     for name, task in ip.PAPER.items():
         ours = task.batch_size, task.learning_rate, task.steps
-        assert ours == tuple(table_2[f"{name}.{key}"] for key in ("batch_size", "learning_rate", "batches"))
+        assert ours == tuple(
+            table_2[f"{name}.{key}"] for key in ("batch_size", "learning_rate", "batches")
+        )

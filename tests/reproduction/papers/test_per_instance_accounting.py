@@ -35,7 +35,12 @@ def few_digits(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "name",
     # The notebooks execute the others' quick runs.
-    [name if name.endswith(("figure-2", "figure-6")) else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+    [
+        name
+        if name.endswith(("figure-2", "figure-6"))
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMES
+    ],
 )
 def test_every_exhibit_gives_finite_numbers_and_a_verdict_for_each_finding(name, monkeypatch):
     found = experiments.get(name)
@@ -68,9 +73,16 @@ def test_a_run_charges_what_the_tracker_of_its_setting_charges():
     top = plan.epsilon(accountant="rdp")
     assert top == pytest.approx(chapter.worst_case(), rel=1e-3) and plan.steps == 14
     assert (arrays["epsilon"] <= top * (1 + 1e-9)).all() and arrays["epsilon"].std() > 0.01
-    assert arrays["quintiles"].shape == (5, 2) and arrays["actual"].shape == (20,) and values["passes"] == 4
+    assert (
+        arrays["quintiles"].shape == (5, 2)
+        and arrays["actual"].shape == (20,)
+        and values["passes"] == 4
+    )
     none = chapter.run_setting(dataclasses.replace(setting, refreshes=0.0), 0, torch.device("cpu"))
-    assert none[0]["passes"] == 0 and (none[1]["epsilon"] >= arrays["epsilon"] * (1 - 1e-9)).mean() > 0.9
+    assert (
+        none[0]["passes"] == 0
+        and (none[1]["epsilon"] >= arrays["epsilon"] * (1 - 1e-9)).mean() > 0.9
+    )
 
 
 def test_the_uniform_epsilon_of_a_records_configuration_is_that_of_its_run():
@@ -81,7 +93,10 @@ def test_the_uniform_epsilon_of_a_records_configuration_is_that_of_its_run():
     ):
         record = experiments.get(f"{chapter.NAME}/{exhibit}").record("paper")
         which = record.config["settings"][setting] if setting else None
-        by = {accountant: chapter.plain_epsilon(record, which, n, accountant) for accountant in ("rdp", "pld")}
+        by = {
+            accountant: chapter.plain_epsilon(record, which, n, accountant)
+            for accountant in ("rdp", "pld")
+        }
         assert by["rdp"] == pytest.approx(record.values[top], rel=1e-9) and by["pld"] < by["rdp"]
         if exhibit == "figure-1":  # the paper's setting
             assert by["pld"] == pytest.approx(record.values["mnist.worst_case_pld"], rel=1e-6)
@@ -98,22 +113,31 @@ def test_the_divergence_of_a_mixture_of_histories_is_that_of_quadrature():
         first, second_ = np.meshgrid(grid, grid, indexing="ij")
 
         def density(shift):
-            return np.exp(-((first - shift[0]) ** 2 + (second_ - shift[1]) ** 2) / (2 * 0.64)) / (2 * math.pi * 0.64)
+            return np.exp(-((first - shift[0]) ** 2 + (second_ - shift[1]) ** 2) / (2 * 0.64)) / (
+                2 * math.pi * 0.64
+            )
 
         without = density((0.0, 0.0))
         with_it = sum(p * density(shift) for p, shift in zip(probabilities, added))
         moment = (with_it**3 / without**2)[without > 0].sum() * width**2
-        assert chapter.true_divergence(probabilities, added, 0.8) == pytest.approx(math.log(moment) / 2, rel=1e-6)
+        assert chapter.true_divergence(probabilities, added, 0.8) == pytest.approx(
+            math.log(moment) / 2, rel=1e-6
+        )
 
 
 def test_running_estimates_lag_and_passes_do_not():
     config = chapter.Hidden(norms=(0.2, 1.0, 0.5))
     probabilities, added, charged = chapter.histories(config)
     by_history = {tuple((row > 0).astype(int)): limit for row, limit in zip(added, charged)}
-    assert by_history[(1, 0, 1)].tolist() == [1.0, 0.2, 0.2] and by_history[(0, 1, 1)].tolist() == [1.0, 1.0, 1.0]
+    assert by_history[(1, 0, 1)].tolist() == [1.0, 0.2, 0.2] and by_history[(0, 1, 1)].tolist() == [
+        1.0,
+        1.0,
+        1.0,
+    ]
     probabilities, added, charged = chapter.histories(config, running=False)
     assert (charged == [0.2, 1.0, 0.5]).all()
     exact = sum(
-        float(rdp_sampled_gaussian(sample_rate=0.1, noise_multiplier=1 / norm, orders=[3])) for norm in config.norms
+        float(rdp_sampled_gaussian(sample_rate=0.1, noise_multiplier=1 / norm, orders=[3]))
+        for norm in config.norms
     )
     assert chapter.true_divergence(probabilities, added, 1.0) == pytest.approx(exact, rel=1e-9)

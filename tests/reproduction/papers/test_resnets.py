@@ -16,7 +16,9 @@ from dpcompanion.reproduction.runs import forget
 TINY = resnets.Resnet("mnist-5k", 400, 1, None, reference=0, looks=1, model="linear")
 
 
-def test_a_setting_that_names_a_network_trains_it_and_one_that_does_not_trains_the_small_one(monkeypatch):
+def test_a_setting_that_names_a_network_trains_it_and_one_that_does_not_trains_the_small_one(
+    monkeypatch,
+):
     asked = []
 
     def build(model, found, seed):
@@ -33,9 +35,15 @@ def test_a_setting_that_names_a_network_trains_it_and_one_that_does_not_trains_t
 def test_shares_and_distributions_are_of_each_setting():
     config = resnets.Several({"one": TINY, "two": dataclasses.replace(TINY, median_multiple=0.1)})
     run = experiments.Run(config, torch.device("cpu"), pathlib.Path("nowhere"))
-    shares, (values, arrays) = resnets.text_worst_case_share(config, run), resnets.figure_4(config, run)
+    shares, (values, arrays) = (
+        resnets.text_worst_case_share(config, run),
+        resnets.figure_4(config, run),
+    )
     assert 0 <= shares["one"] < shares["two"] <= 1 and arrays.keys() == {"one", "two"}
-    assert all(0 < values[f"{name}.min"] <= values[f"{name}.max"] <= values[f"{name}.worst_case"] for name in arrays)
+    assert all(
+        0 < values[f"{name}.min"] <= values[f"{name}.max"] <= values[f"{name}.worst_case"]
+        for name in arrays
+    )
 
 
 def test_steps_and_noise_are_those_of_appendix_b():
@@ -50,13 +58,18 @@ def test_steps_and_noise_are_those_of_appendix_b():
         assert abs(plan.steps - steps) <= plan.steps_per_epoch // 2
 
 
-@pytest.mark.parametrize("paper", ["per-instance-accounting", "individual-accounting", "gradients-look-alike"])
+@pytest.mark.parametrize(
+    "paper", ["per-instance-accounting", "individual-accounting", "gradients-look-alike"]
+)
 def test_what_is_left_to_run_says_about_how_long_it_takes_and_on_what(paper):
     left = [one for one in scoreboard.exhibit_statuses(paper) if one.to_do is not None]
     assert left
     for one in left:
         out_of_reach = one.exhibit.needs and one.to_do[0] == f"needs {one.exhibit.needs}"
-        assert out_of_reach or " GPU" in one.to_do[0] or " core" in one.to_do[0], (one.exhibit.name, one.to_do)
+        assert out_of_reach or " GPU" in one.to_do[0] or " core" in one.to_do[0], (
+            one.exhibit.name,
+            one.to_do,
+        )
 
 
 def test_a_part_is_a_part_of_something():
@@ -67,9 +80,21 @@ def test_a_part_is_a_part_of_something():
 
 
 #: Boenisch et al. have networks of their own: test_idp_sgd_cifar.
-SHORTENED = [part.name for part in published.exhibits(ours=True) if part.shortened and part.paper != "idp-sgd"]
+SHORTENED = [
+    part.name
+    for part in published.exhibits(ours=True)
+    if part.shortened and part.paper != "idp-sgd"
+]
 #: What those of Yu et al. 2022 change: they have shorter batches too, so that there are steps enough.
-CHANGED = {"batch_size", "epochs", "noise_multiplier", "refreshes", "learning_rate", "reference", "looks"}
+CHANGED = {
+    "batch_size",
+    "epochs",
+    "noise_multiplier",
+    "refreshes",
+    "learning_rate",
+    "reference",
+    "looks",
+}
 #: Shortened tasks, what of the paper's own they change, and the epsilon that they cost.
 SHORT = {
     "individual-accounting": (
@@ -86,7 +111,13 @@ SHORT = {
         lambda task, n, _: gradients_look_alike.plan_of(task, n),
         10.0,
     ),
-    "per-instance-accounting": (resnets.CIFAR10_SHORT, resnets.CIFAR10, CHANGED, runs.make_plan, 6.36),
+    "per-instance-accounting": (
+        resnets.CIFAR10_SHORT,
+        resnets.CIFAR10,
+        CHANGED,
+        runs.make_plan,
+        6.36,
+    ),
     "per-instance-accounting/figure-4": (
         resnets.UTKFACE_SHORT,
         resnets.UTKFACE_GENDER,
@@ -98,7 +129,9 @@ SHORT = {
 
 
 def only(config):
-    """The one task or setting of a configuration: its field, its name there if it has one, and itself."""
+    """The one task or setting of a configuration: its field, its name there if it has one, and
+    itself.
+    """
     if hasattr(config, "setting"):
         return "setting", None, config.setting
     field = "tasks" if hasattr(config, "tasks") else "settings"
@@ -114,8 +147,15 @@ def test_a_shortened_run_is_the_papers_for_as_many_epochs_as_it_says_and_costs_a
     assert short.model == "resnet20"
     n, data = (6_240, "UTKFace, gender") if short.data == "utkface-gender" else (50_000, "CIFAR-10")
     plan = make_plan(short, n, 1.0)
-    assert epsilon - 0.01 < plan.epsilon(accountant="rdp") <= epsilon and plan.epsilon(accountant="pld") < epsilon
-    parts = [name for name in SHORTENED if max((key for key in SHORT if name.startswith(key)), key=len) == of]
+    assert (
+        epsilon - 0.01 < plan.epsilon(accountant="rdp") <= epsilon
+        and plan.epsilon(accountant="pld") < epsilon
+    )
+    parts = [
+        name
+        for name in SHORTENED
+        if max((key for key in SHORT if name.startswith(key)), key=len) == of
+    ]
     assert parts
     for name in parts:
         part, presets = published.exhibit(name), experiments.get(name).presets
@@ -125,7 +165,9 @@ def test_a_shortened_run_is_the_papers_for_as_many_epochs_as_it_says_and_costs_a
 
 @pytest.mark.parametrize("name", SHORTENED)
 @pytest.mark.slow
-def test_a_shortened_run_meets_the_criteria_of_its_exhibits_under_its_own_name(name, monkeypatch, tmp_path):
+def test_a_shortened_run_meets_the_criteria_of_its_exhibits_under_its_own_name(
+    name, monkeypatch, tmp_path
+):
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
     forget()
     found = experiments.get(name)
@@ -134,13 +176,19 @@ def test_a_shortened_run_meets_the_criteria_of_its_exhibits_under_its_own_name(n
     if name.startswith("per-instance"):
         task = dataclasses.replace(TINY, reference=40)
     elif name.startswith("individual"):
-        task = dataclasses.replace(individual_accounting.MNIST_5K, epochs=2, batch_size=400, reference=40)
+        task = dataclasses.replace(
+            individual_accounting.MNIST_5K, epochs=2, batch_size=400, reference=40
+        )
     else:
-        task = gradients_look_alike.Task("mnist-5k", "softmax", epochs=1, learning_rate=1.0, runs=1, points=15, stops=4)
+        task = gradients_look_alike.Task(
+            "mnist-5k", "softmax", epochs=1, learning_rate=1.0, runs=1, points=15, stops=4
+        )
     changes = {"draws": 3, "pool": 9, "tuples": 3, "batch_sizes": (32, 64), "shown": 6}
     changes = {field: value for field, value in changes.items() if hasattr(config, field)}
     monkeypatch.setitem(
-        found.presets, "paper", dataclasses.replace(config, **{field: {label: task} if label else task}, **changes)
+        found.presets,
+        "paper",
+        dataclasses.replace(config, **{field: {label: task} if label else task}, **changes),
     )
     record = experiments.run(name, preset="paper")
     asked = [criterion for criterion in experiments.criteria() if criterion.of == name]
@@ -155,20 +203,29 @@ def test_a_shortened_run_meets_the_criteria_of_its_exhibits_under_its_own_name(n
 def test_with_dp_the_attack_is_on_final_losses_of_members_and_others(monkeypatch, tmp_path):
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
     found = experiments.get("individual-accounting/figure-11-resnet20")
-    task = dataclasses.replace(individual_accounting.MNIST_5K, epochs=1, batch_size=400, reference=0)
+    task = dataclasses.replace(
+        individual_accounting.MNIST_5K, epochs=1, batch_size=400, reference=0
+    )
     config = dataclasses.replace(found.presets["paper"], tasks={"a": task}, draws=3)
     run = experiments.Run(config, torch.device("cpu"), pathlib.Path("nowhere"))
     trained = individual_accounting.trained(task, 0, run)
     # Whoever was trained on has no loss left: every class is found out.
-    perfect = dataclasses.replace(trained, losses=0 * trained.losses, test_losses=1 + 0 * trained.test_losses)
+    perfect = dataclasses.replace(
+        trained, losses=0 * trained.losses, test_losses=1 + 0 * trained.test_losses
+    )
     monkeypatch.setattr(individual_accounting.resnets, "trained", lambda *_: perfect)
     values = found.function(config, run)
     assert min(values["a.private.success"]) == 1 and len(values["a.mean_epsilon"]) == 10
-    assert values["a.training_accuracy"] == trained.right.mean() and values["a.test_accuracy"] == trained.accuracy
+    assert (
+        values["a.training_accuracy"] == trained.right.mean()
+        and values["a.test_accuracy"] == trained.accuracy
+    )
 
 
 def shortened(folder, **values):
-    """How figure 3 stands with a record of 10 of 100 epochs of ResNet-20 on CIFAR-10, in its part."""
+    """How figure 3 stands with a record of 10 of 100 epochs of ResNet-20 on CIFAR-10, in its
+    part.
+    """
     medians = np.linspace(1, 3, 10) * np.ones((3, 1))
     records.write(
         records.make(
@@ -186,7 +243,11 @@ def shortened(folder, **values):
 
 def test_a_shortened_run_counts_and_leaves_its_exhibit_unfinished(tmp_path):
     one = shortened(tmp_path)
-    assert one.outcomes.smaller == {"holds": 1} and one.outcomes.findings == {} and one.state == "in part"
+    assert (
+        one.outcomes.smaller == {"holds": 1}
+        and one.outcomes.findings == {}
+        and one.state == "in part"
+    )
     assert (
         one.evidence.missing == ()
         and one.basis == "paper record, stale, with 10 of 100 epochs of ResNet-20 on CIFAR-10"
@@ -201,18 +262,29 @@ def test_a_shortened_run_beside_a_stand_in_leaves_the_tasks_that_it_was_without(
         "individual-accounting/figure-3",
         "paper",
         {"mnist_cnn.half_time_to_end": 1.0, "not_run": ["cifar10"]},
-        config={"tasks": {"mnist_cnn": {"model": "two-layer-cnn"}, "cifar10": {"model": "resnet20", "needs": "a GPU"}}},
+        config={
+            "tasks": {
+                "mnist_cnn": {"model": "two-layer-cnn"},
+                "cifar10": {"model": "resnet20", "needs": "a GPU"},
+            }
+        },
         data=[{"name": "mnist"}],
         arrays={"mnist_cnn.medians": np.linspace(1, 3, 10) * np.ones((3, 1))},
     )
     records.write(record, tmp_path)
-    assert scoreboard.exhibit_status("individual-accounting/figure-3", folder=tmp_path).evidence.missing == (
-        "cifar10",
-        "resnet20",
-    )
+    assert scoreboard.exhibit_status(
+        "individual-accounting/figure-3", folder=tmp_path
+    ).evidence.missing == ("cifar10", "resnet20")
     one = shortened(tmp_path)
-    assert one.state == "in part" and one.outcomes.smaller == {"holds": 2} and one.evidence.missing == ()
-    assert one.basis.endswith("stale, with 10 of 100 epochs of ResNet-20 on CIFAR-10") and "stand-in" in one.basis
+    assert (
+        one.state == "in part"
+        and one.outcomes.smaller == {"holds": 2}
+        and one.evidence.missing == ()
+    )
+    assert (
+        one.basis.endswith("stale, with 10 of 100 epochs of ResNet-20 on CIFAR-10")
+        and "stand-in" in one.basis
+    )
     assert one.to_do[0] == "cifar10 (a GPU)" and one.to_do[1].startswith(
         "dpcompanion run individual-accounting/figure-3"
     )
@@ -238,25 +310,39 @@ def test_numbers_of_a_shortened_run_are_not_held_against_the_print(tmp_path):
     values = {key: 0.35}
     config = {"tasks": {"a": {"model": "resnet20"}}}
     part, whole = "individual-accounting/figure-1-resnet20", "individual-accounting/figure-1"
-    records.write(records.make(whole, "paper", {"x": 1.0}, config=config, data=[{"name": "mnist"}]), tmp_path)
-    records.write(records.make(part, "paper", values, config=config, data=[{"name": "cifar10"}]), tmp_path)
+    records.write(
+        records.make(whole, "paper", {"x": 1.0}, config=config, data=[{"name": "mnist"}]), tmp_path
+    )
+    records.write(
+        records.make(part, "paper", values, config=config, data=[{"name": "cifar10"}]), tmp_path
+    )
     assert set(scoreboard.exhibit_status(whole, folder=tmp_path).outcomes.numbers) == {"not run"}
 
 
 def test_the_record_of_six_epochs_follows_from_its_plan_where_all_gradients_are_clipped():
-    costs, steps = (records.find(f"gradients-look-alike/figure-{number}-resnet20") for number in (6, 2))
+    costs, steps = (
+        records.find(f"gradients-look-alike/figure-{number}-resnet20") for number in (6, 2)
+    )
     plan, name = (
         gradients_look_alike.plan_of(gradients_look_alike.resnets.SHORT, 50_000),
         gradients_look_alike.resnets.RESNET,
     )
-    # Before training every gradient is as long as the clip norm, and theorem 3.3 looks at it in its highest order.
+    # Before training every gradient is as long as the clip norm, and theorem 3.3 looks at it in its
+    # highest order.
     order = float(holder_order(8, 3 * plan.steps, plan.steps - 1))
     first, worst = (float(gradients_look_alike.divergence(1.0, plan, each)) for each in (order, 8))
     assert costs.values[f"{name}.share"][0] == pytest.approx(first / worst, rel=1e-6)
     everybody, _ = gradients_look_alike.runs.worst_case(plan)
     assert costs.values[f"{name}.worst_case.epsilon"] == pytest.approx(float(everybody), rel=1e-9)
     shares = steps.arrays[f"{name}.share"]
-    assert shares.shape == (3, 1000) and 0 <= shares.min() and shares.max() <= 1 + 1e-9 and shares[0].min() == 1
+    assert (
+        shares.shape == (3, 1000)
+        and 0 <= shares.min()
+        and shares.max() <= 1 + 1e-9
+        and shares[0].min() == 1
+    )
     for stage, costs in zip(gradients_look_alike.STAGES, shares):
-        assert steps.values[f"{name}.{stage}.share"] == pytest.approx(np.quantile(costs, (0.1, 0.25, 0.5, 0.75, 0.9)))
+        assert steps.values[f"{name}.{stage}.share"] == pytest.approx(
+            np.quantile(costs, (0.1, 0.25, 0.5, 0.75, 0.9))
+        )
         assert steps.values[f"{name}.{stage}.below_thousandth"] == (costs < 1e-3).mean()

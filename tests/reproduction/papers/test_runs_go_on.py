@@ -1,5 +1,6 @@
-"""Long runs of three papers go on from their last whole epoch, and end as if nothing had happened, and keep accounts on
-their device."""
+"""Long runs of three papers go on from their last whole epoch, and end as if nothing had happened,
+and keep accounts on their device.
+"""
 
 import dataclasses
 
@@ -14,9 +15,15 @@ from dpcompanion.reproduction.papers.individual_accounting import runs as second
 from dpcompanion.reproduction.papers.per_instance_accounting import runs as first
 from dpcompanion.training import Callbacks, train
 
-WATCHED = dataclasses.replace(alike.PLAIN_DIGITS, epochs=2, batch_size=400, points=5, stops=4, drops=(1,), momentum=0.5)
-TASK = dataclasses.replace(yu.MNIST_5K, model="linear", batch_size=400, epochs=2, reference=20, cosine=True)
-SETTING = dataclasses.replace(first.DIGITS, batch_size=400, epochs=2, looks=2, reference=20, noise_multiplier=2.0)
+WATCHED = dataclasses.replace(
+    alike.PLAIN_DIGITS, epochs=2, batch_size=400, points=5, stops=4, drops=(1,), momentum=0.5
+)
+TASK = dataclasses.replace(
+    yu.MNIST_5K, model="linear", batch_size=400, epochs=2, reference=20, cosine=True
+)
+SETTING = dataclasses.replace(
+    first.DIGITS, batch_size=400, epochs=2, looks=2, reference=20, noise_multiplier=2.0
+)
 
 CASES = {
     "gradients look alike": (alike, lambda run: vars(alike.watched(WATCHED, run))),
@@ -45,7 +52,9 @@ def test_a_run_that_was_cut_off_goes_on_and_ends_the_same(paper, tmp_path, monke
             if len(steps) == 13:  # an epoch has ten
                 raise KeyboardInterrupt
 
-        return train(*arguments, callbacks=Callbacks(on_step=on_step, on_epoch=callbacks.on_epoch), **options)
+        return train(
+            *arguments, callbacks=Callbacks(on_step=on_step, on_epoch=callbacks.on_epoch), **options
+        )
 
     monkeypatch.setattr(module, "train", cut)
     with pytest.raises(KeyboardInterrupt):
@@ -59,7 +68,10 @@ def test_a_run_that_was_cut_off_goes_on_and_ends_the_same(paper, tmp_path, monke
 
 @pytest.mark.parametrize(
     "module, start",
-    [(second, lambda *of: second.run_task(TASK, *of)), (first, lambda *of: first.run_setting(SETTING, *of))],
+    [
+        (second, lambda *of: second.run_task(TASK, *of)),
+        (first, lambda *of: first.run_setting(SETTING, *of)),
+    ],
 )
 def test_accounts_of_runs_lie_on_the_device_of_the_run(module, start, monkeypatch):
     class Begun(Exception):

@@ -30,9 +30,10 @@ from dpcompanion.training import cross_entropy, gaussian_noise, models, train_en
 class Own:
     """Runs of DP-SGD with each of `points` test points, digits at `side` x `side`.
 
-    `runs` by each of the `laws`, pairs of an order and its jumps, for the point against none; the first law is that of
-    ordinary runs. `runs_add` at each of `orders_add` for the other way round. `moments` are the orders of exact
-    composition and theorem 3.3; `together` points are trained side by side.
+    `runs` by each of the `laws`, pairs of an order and its jumps, for the point against none; the
+    first law is that of ordinary runs. `runs_add` at each of `orders_add` for the other way round.
+    `moments` are the orders of exact composition and theorem 3.3; `together` points are trained
+    side by side.
     """
 
     data: str
@@ -65,14 +66,18 @@ class OwnEpsilons:
 
 
 def own_inputs(task, run):
-    """A network, training digits and the test points: for LeNet-5 normalised, else from 0 to 1, at the task's size."""
+    """A network, training digits and the test points: for LeNet-5 normalised, else from 0 to 1, at
+    the task's size.
+    """
     found, dtype = [], getattr(torch, task.precision)
     for split in ("train", "test"):
         digits = run.load(task.data, split=split, dtype=dtype)
         if task.model == "softmax":
             features = F.adaptive_avg_pool2d(digits.features, task.side)
         else:
-            features = F.interpolate(digits.normalized().features, size=task.side, mode="bilinear", align_corners=False)
+            features = F.interpolate(
+                digits.normalized().features, size=task.side, mode="bilinear", align_corners=False
+            )
         found += [features, digits.labels]
     x, y, test_x, test_y = found
     chosen = torch.as_tensor(np.random.RandomState(0).permutation(len(test_y))[: task.points])
@@ -87,14 +92,16 @@ def own_inputs(task, run):
 def tilted_losses(task, model, digits, points, direction, seed, device):
     """Losses, log densities and norms of clipped gradients of runs of some points.
 
-    (runs, points), (runs, laws, points) and (steps, runs, points); the runs of a point are those by the first law, then
-    those by the second. All are trained side by side. The plan is the task's, but the noise is drawn here, since the
-    loss depends on it, and added with the point's share.
+    (runs, points), (runs, laws, points) and (steps, runs, points); the runs of a point are those by
+    the first law, then those by the second. All are trained side by side. The plan is the task's,
+    but the noise is drawn here, since the loss depends on it, and added with the point's share.
     """
     plan, limit, many = plan_of(task, len(digits[1])), task.max_grad_norm, len(points[1])
     generator = torch.Generator().manual_seed(derive_seed(seed, "tilted", direction))
     removing = direction == "remove"
-    laws, runs = (task.laws, task.runs) if removing else ([(a, 0.0) for a in task.orders_add], task.runs_add)
+    laws, runs = (
+        (task.laws, task.runs) if removing else ([(a, 0.0) for a in task.orders_add], task.runs_add)
+    )
     rows = [slice(k * runs * many, (k + 1) * runs * many) for k in range(len(laws))]
     whose = torch.arange(many).repeat(runs * len(laws))
     losses = torch.zeros(len(whose), dtype=torch.float64)
@@ -110,14 +117,18 @@ def tilted_losses(task, model, digits, points, direction, seed, device):
         for (order, jumps), its in zip(laws, rows):
             options = {**step, "order": order, "generator": generator}
             if removing:
-                count = proposal_counts(taken[-1][its], jumps=jumps, max_sensitivity=limit, **options)
+                count = proposal_counts(
+                    taken[-1][its], jumps=jumps, max_sensitivity=limit, **options
+                )
                 moved[its] += count[:, None] * gradient[its]
             else:
                 moved[its] = tilted_noise(moved[its], gradient[its], **options)
         losses.add_(step_loss(moved, gradient, direction=direction, **step))
         if removing:
             for row, (order, jumps) in zip(densities, laws):
-                row += proposal_log_density(moved, gradient, order=order, jumps=jumps, max_sensitivity=limit, **step)
+                row += proposal_log_density(
+                    moved, gradient, order=order, jumps=jumps, max_sensitivity=limit, **step
+                )
         return moved.to(ensemble.vectors)
 
     seeds = [derive_seed(seed, "run", direction, k) for k in range(len(losses))]
@@ -136,7 +147,9 @@ def tilted_losses(task, model, digits, points, direction, seed, device):
     norms = torch.stack(taken)
     if not removing:
         for row, (order, _) in zip(densities, laws):
-            row += (order - 1) * losses - log_mass(norms, order=order, direction=direction, **step).sum(0)
+            row += (order - 1) * losses - log_mass(
+                norms, order=order, direction=direction, **step
+            ).sum(0)
     return (
         losses.view(-1, many),
         densities.view(len(laws), -1, many).transpose(0, 1),
@@ -145,17 +158,26 @@ def tilted_losses(task, model, digits, points, direction, seed, device):
 
 
 def exactly_by_losses(losses, densities, task):
-    """Epsilon by exact composition at its best order, from all runs, and its 95% bootstrap interval: (3, points)."""
+    """Epsilon by exact composition at its best order, from all runs, and its 95% bootstrap
+    interval: (3, points).
+    """
 
     def divergences(rows):
-        return torch.stack([loss_divergence(losses[rows], densities[rows], order=order) for order in task.moments], -1)
+        return torch.stack(
+            [loss_divergence(losses[rows], densities[rows], order=order) for order in task.moments],
+            -1,
+        )
 
-    epsilon, best = rdp_to_epsilon(divergences(torch.arange(len(losses))).clamp(min=1e-9), task.moments, task.delta)
+    epsilon, best = rdp_to_epsilon(
+        divergences(torch.arange(len(losses))).clamp(min=1e-9), task.moments, task.delta
+    )
     place = torch.tensor([task.moments.index(int(order)) for order in best])[:, None]
     generator = torch.Generator().manual_seed(0)
     again = torch.stack(
         [
-            divergences(torch.randint(len(losses), (len(losses),), generator=generator)).gather(-1, place)
+            divergences(torch.randint(len(losses), (len(losses),), generator=generator)).gather(
+                -1, place
+            )
             for _ in range(task.resamples)
         ]
     )
@@ -164,7 +186,12 @@ def exactly_by_losses(losses, densities, task):
         [
             epsilon,
             *(
-                torch.stack([rdp_to_epsilon(one, [order], task.delta)[0] for one, order in zip(end, best.tolist())])
+                torch.stack(
+                    [
+                        rdp_to_epsilon(one, [order], task.delta)[0]
+                        for one, order in zip(end, best.tolist())
+                    ]
+                )
                 for end in ends
             ),
         ]
@@ -172,11 +199,11 @@ def exactly_by_losses(losses, densities, task):
 
 
 def scheduled(norms, plan):
-    """A schedule of norms, epsilon of an example that is clipped to it, by PLD, and how often the other half of runs
-    is.
+    """A schedule of norms, epsilon of an example that is clipped to it, by PLD, and how often the
+    other half of runs is.
 
-    The schedule is the largest norm of each step in the first half of the runs (steps, runs), rounded up to twentieths
-    of the clip norm.
+    The schedule is the largest norm of each step in the first half of the runs (steps, runs),
+    rounded up to twentieths of the clip norm.
     """
     first, others = norms.tensor_split(2, 1)
     levels = torch.ceil(first.amax(1) / plan.max_grad_norm * 20 - 1e-9).clamp(min=1)
@@ -191,7 +218,9 @@ def scheduled(norms, plan):
 
 
 def _epsilon_of(losses, densities, task, plan, direction, uniform):
-    """`loss_epsilon` of one direction, at 95% for both together; no epsilon above the `uniform` one."""
+    """`loss_epsilon` of one direction, at 95% for both together; no epsilon above the `uniform`
+    one.
+    """
     laws = task.laws if direction == "remove" else [(order, 0.0) for order in task.orders_add]
     step = {"sample_rate": plan.sample_rate, "noise_std": plan.noise_std, "direction": direction}
 
@@ -201,7 +230,9 @@ def _epsilon_of(losses, densities, task, plan, direction, uniform):
 
     floors = [(a, mass(a, jumps)) for a, jumps in laws]
     sure = 1 - 0.05 / len(DIRECTIONS)
-    return loss_epsilon(losses, densities, delta=task.delta, worst_case=uniform, floors=floors, confidence=sure)
+    return loss_epsilon(
+        losses, densities, delta=task.delta, worst_case=uniform, floors=floors, confidence=sure
+    )
 
 
 @experiment(
@@ -216,24 +247,41 @@ def _epsilon_of(losses, densities, task, plan, direction, uniform):
     paper=OwnEpsilons(
         {
             "softmax regression, 14 x 14": Own(
-                "mnist-5k", "softmax", 14, points=8, runs=24, runs_add=6, learning_rate=2.0, epochs=5
+                "mnist-5k",
+                "softmax",
+                14,
+                points=8,
+                runs=24,
+                runs_add=6,
+                learning_rate=2.0,
+                epochs=5,
             )
         },
         larger={
             "LeNet-5": Own(
-                "mnist", "lenet5", 32, points=4, runs=24, runs_add=6, learning_rate=0.1, epochs=10, precision="float32"
+                "mnist",
+                "lenet5",
+                32,
+                points=4,
+                runs=24,
+                runs_add=6,
+                learning_rate=0.1,
+                epochs=10,
+                precision="float32",
             )
         },
     ),
 )
 def own_epsilon(config, run):
-    """Epsilon of single test points, were they in the training set, by several accounts of the same runs.
+    """Epsilon of single test points, were they in the training set, by several accounts of the same
+    runs.
 
-    For each task, (points,): `{direction}.estimate`, `.low`, `.high` and `.upper_bound` of `loss_epsilon`, and the same
-    without a direction for the larger of both (95% confidence for both together); with the point against without it
-    `exact` by exact composition at the best order (with `exact_low`, `exact_high`), `theorem_3_3` at its best
-    order; `schedule` and `clipped` of `scheduled`; `norm`, the mean along ordinary runs. `everybody` (PLD) and
-    `everybody_rdp` are the run's own.
+    For each task, (points,): `{direction}.estimate`, `.low`, `.high` and `.upper_bound` of
+    `loss_epsilon`, and the same without a direction for the larger of both (95% confidence for both
+    together); with the point against without it `exact` by exact composition at the best order
+    (with `exact_low`, `exact_high`), `theorem_3_3` at its best order; `schedule` and `clipped` of
+    `scheduled`; `norm`, the mean along ordinary runs. `everybody` (PLD) and `everybody_rdp` are the
+    run's own.
     """
     values = left_out(config, run)
     for number, (name, task) in enumerate(runnable(config, run).items()):
@@ -257,7 +305,9 @@ def own_epsilon(config, run):
                 derive_seed(config.seed, int(group[0])),
                 run.device,
             )
-            return {}, {key: one.numpy() for key, one in zip(("losses", "densities", "norms"), found)}
+            return {}, {
+                key: one.numpy() for key, one in zip(("losses", "densities", "norms"), found)
+            }
 
         done, uniform = run.pieces(work, names, label="tilted runs"), plan.epsilon(accountant="pld")
         values |= {
@@ -270,22 +320,29 @@ def own_epsilon(config, run):
         for direction in DIRECTIONS:
             losses, densities, norms = (
                 torch.as_tensor(
-                    np.concatenate([done[piece][1][key] for piece in names if names[piece][0] == direction], -1)
+                    np.concatenate(
+                        [done[piece][1][key] for piece in names if names[piece][0] == direction], -1
+                    )
                 )
                 for key in ("losses", "densities", "norms")
             )
             found = _epsilon_of(losses, densities, task, plan, direction, uniform)
             values |= {
-                f"{name}.{direction}.{key}": getattr(found, key) for key in ("estimate", "low", "high", "upper_bound")
+                f"{name}.{direction}.{key}": getattr(found, key)
+                for key in ("estimate", "low", "high", "upper_bound")
             }
             if direction == "remove":
                 ordinary = norms[:, : task.runs]
                 exact = exactly_by_losses(losses, densities, task)
         values |= {
-            f"{name}.{key}": torch.maximum(*(values[f"{name}.{direction}.{key}"] for direction in DIRECTIONS))
+            f"{name}.{key}": torch.maximum(
+                *(values[f"{name}.{direction}.{key}"] for direction in DIRECTIONS)
+            )
             for key in ("estimate", "low", "high", "upper_bound")
         }
-        values |= {f"{name}.{key}": one for key, one in zip(("exact", "exact_low", "exact_high"), exact)}
+        values |= {
+            f"{name}.{key}": one for key, one in zip(("exact", "exact_low", "exact_high"), exact)
+        }
         loose = theorem_3_3(ordinary, plan, task.moments)
         schedules = [scheduled(ordinary[..., k], plan) for k in range(task.points)]
         values |= {

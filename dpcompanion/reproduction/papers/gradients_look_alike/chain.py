@@ -1,7 +1,8 @@
-"""A training so small that its divergence is an integral: four steps, one parameter, gradients that depend on it.
+"""A training so small that its divergence is an integral: four steps, one parameter, gradients that
+depend on it.
 
-What the bounds of the paper and ours are held against. x enters a step with probability `Q`, the noise has the standard
-deviation `S`, and all four states are seen.
+What the bounds of the paper and ours are held against. x enters a step with probability `Q`, the
+noise has the standard deviation `S`, and all four states are seen.
 
 >>> truth("remove") < worst_case("remove")
 True
@@ -49,19 +50,25 @@ def truth(direction, order=ORDER):
 def worst_case(direction, order=ORDER):
     """The sum of the steps' worst cases, nats."""
     return STEPS * float(
-        per_instance.step_divergence(**DIVERGENCE, sensitivity=LARGEST, orders=order, direction=direction)
+        per_instance.step_divergence(
+            **DIVERGENCE, sensitivity=LARGEST, orders=order, direction=direction
+        )
     )
 
 
 def states(direction, count=400):
-    """States before each step, (steps, count), that each stand for the same share of ordinary runs."""
+    """States before each step, (steps, count), that each stand for the same share of ordinary
+    runs.
+    """
     line, with_x, without = kernels()
     step, width = (with_x if direction == "remove" else without), float(line[1] - line[0])
     density, found = torch.zeros(len(line), dtype=torch.float64), []
     density[len(line) // 2] = 1 / width
     levels = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     for _ in range(STEPS):
-        found.append(line[torch.searchsorted(density.cumsum(0) * width, levels).clamp(max=len(line) - 1)])
+        found.append(
+            line[torch.searchsorted(density.cumsum(0) * width, levels).clamp(max=len(line) - 1)]
+        )
         density = density @ step * width
     return torch.stack(found)
 
@@ -94,7 +101,8 @@ def tilted(direction, runs, seed, order=ORDER):
             theta = (
                 theta
                 + noise
-                + gradient * per_instance.tilted_counts(gradient, order=order, generator=generator, **STEP)
+                + gradient
+                * per_instance.tilted_counts(gradient, order=order, generator=generator, **STEP)
             )
         else:
             theta = (

@@ -1,4 +1,6 @@
-"""Theorem 3.3 beside the exact composition, and unlearning: many runs of softmax regression side by side."""
+"""Theorem 3.3 beside the exact composition, and unlearning: many runs of softmax regression side by
+side.
+"""
 
 import dataclasses
 import math
@@ -23,7 +25,9 @@ from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
 
 @dataclasses.dataclass(frozen=True)
 class Regression:
-    """Softmax regression on digits shrunk to `side` x `side`: `runs` of each kind for each of `points` test points."""
+    """Softmax regression on digits shrunk to `side` x `side`: `runs` of each kind for each of
+    `points` test points.
+    """
 
     data: str
     side: int
@@ -78,10 +82,11 @@ def batches(runs, n, rate, generator):
 
 
 def side_by_side(x, y, point_x, point_y, plan, *, kind, runs, order, learning_rate, seed):
-    """Runs of DP-SGD for each point, side by side: clipped norms of its gradients along them, (steps, runs, points).
+    """Runs of DP-SGD for each point, side by side: clipped norms of its gradients along them,
+    (steps, runs, points).
 
-    x holds the *other* examples. `kind` says how the point enters: "with" at its rate, "without" never, "remove" and
-    "add" as in tilted training of either direction at `order`.
+    x holds the *other* examples. `kind` says how the point enters: "with" at its rate, "without"
+    never, "remove" and "add" as in tilted training of either direction at `order`.
     """
     generator, points = torch.Generator().manual_seed(seed), len(point_y)
     lanes, limit, noise_std = runs * points, plan.max_grad_norm, plan.noise_std
@@ -93,17 +98,26 @@ def side_by_side(x, y, point_x, point_y, plan, *, kind, runs, order, learning_ra
         F.one_hot(point_y, 10).to(x.dtype)[who, None],
     )
     lengths, own_length = x.norm(dim=1), own_x.norm(dim=2)
-    common = {"sample_rate": plan.sample_rate, "noise_std": noise_std, "order": order, "generator": generator}
+    common = {
+        "sample_rate": plan.sample_rate,
+        "noise_std": noise_std,
+        "order": order,
+        "generator": generator,
+    }
     norms = []
     for _ in range(plan.steps):
         drawn, counted = batches(lanes, len(y), plan.sample_rate, generator)
         features = x[drawn]
         errors = torch.softmax(features @ weights, 2) - one_hot[drawn]
-        factors = (limit / (lengths[drawn] * errors.norm(dim=2)).clamp(min=1e-12)).clamp(max=1) * counted
+        factors = (limit / (lengths[drawn] * errors.norm(dim=2)).clamp(min=1e-12)).clamp(
+            max=1
+        ) * counted
         total = features.transpose(1, 2) @ (factors[..., None] * errors)
         own = torch.softmax(own_x @ weights, 2) - own_hot
         length = own_length * own.norm(dim=2)
-        gradient = (own_x.transpose(1, 2) @ own) * (limit / length.clamp(min=1e-12)).clamp(max=1)[..., None]
+        gradient = (own_x.transpose(1, 2) @ own) * (limit / length.clamp(min=1e-12)).clamp(max=1)[
+            ..., None
+        ]
         length = length[:, 0].clamp(max=limit)
         norms.append(length.view(runs, points))
         noise = noise_std * torch.randn(weights.shape, generator=generator, dtype=x.dtype)
@@ -122,11 +136,14 @@ _SIDE_BY_SIDE = (shrunk, batches, side_by_side)
 
 
 def theorem_3_3(norms, plan, order):
-    """Theorem 3.3 at p = 3n along runs whose norms these are, (steps, runs, points): (points,), an estimate.
+    """Theorem 3.3 at p = 3n along runs whose norms these are, (steps, runs, points): (points,), an
+    estimate.
 
     At K orders (points, K).
     """
-    return soft_maximum(*costs_and_weights(norms, plan, order, torch.arange(plan.steps - 1, -1, -1))).sum(0)
+    return soft_maximum(
+        *costs_and_weights(norms, plan, order, torch.arange(plan.steps - 1, -1, -1))
+    ).sum(0)
 
 
 @experiment(
@@ -135,11 +152,13 @@ def theorem_3_3(norms, plan, order):
     paper=Composition("mnist-5k", 7, 3.0, epochs=8, points=10, runs=50),
 )
 def composition(config, run):
-    """Theorem 3.3, the exact composition, the worst case, and the account along each trajectory, for the same points.
+    """Theorem 3.3, the exact composition, the worst case, and the account along each trajectory,
+    for the same points.
 
-    At one order, nats: `worst_case`, `theorem_3_3`, `exact` with `low` and `high` (bootstrap, 95%) and `upper_bound`
-    (95% confidence), each for both directions. Epsilons, with x against without, at the best of the orders: the same,
-    and `trajectory`, (runs, points), the output-specific accounts of Yu et al. along the runs with x.
+    At one order, nats: `worst_case`, `theorem_3_3`, `exact` with `low` and `high` (bootstrap, 95%)
+    and `upper_bound` (95% confidence), each for both directions. Epsilons, with x against without,
+    at the best of the orders: the same, and `trajectory`, (runs, points), the output-specific
+    accounts of Yu et al. along the runs with x.
     """
     x, y, point_x, point_y = shrunk(config, run)
     plan = plan_of(config, len(y))
@@ -165,7 +184,9 @@ def composition(config, run):
 
     seen = {"remove": runs_of("with"), "add": runs_of("without")}
     tilted = {
-        order: composed_exactly(runs_of("remove", order), plan, order, "remove", 1 - 0.05 / len(config.orders))
+        order: composed_exactly(
+            runs_of("remove", order), plan, order, "remove", 1 - 0.05 / len(config.orders)
+        )
         for order in config.orders
     }
     at_order = {
@@ -197,7 +218,9 @@ def composition(config, run):
         "epsilon.trajectory": records.mean_and_sd(epsilon(trajectory).mean(1)),
         "epsilon.theorem_3_3": epsilon(theorem_3_3(seen["remove"], plan, config.orders)),
         "epsilon.exact": epsilon(torch.stack([found.estimate for found in tilted.values()], -1)),
-        "epsilon.upper_bound": epsilon(torch.stack([found.upper_bound for found in tilted.values()], -1)),
+        "epsilon.upper_bound": epsilon(
+            torch.stack([found.upper_bound for found in tilted.values()], -1)
+        ),
         "epsilon.trajectory_mean": epsilon(trajectory).mean(0),
         "epsilon.trajectory_max": epsilon(trajectory).amax(0),
     }
@@ -205,16 +228,25 @@ def composition(config, run):
 
 
 @finding(
-    "gradients-look-alike/theorem-3.3", "theorem 3.3 is at least the exact composition, for every point and both ways"
+    "gradients-look-alike/theorem-3.3",
+    "theorem 3.3 is at least the exact composition, for every point and both ways",
 )
 def _no_less_than_exact(record):
     for direction in DIRECTIONS:
         loose, exact, low, high = (
-            np.array(record.values[f"{direction}.{key}"]) for key in ("theorem_3_3", "exact", "low", "high")
+            np.array(record.values[f"{direction}.{key}"])
+            for key in ("theorem_3_3", "exact", "low", "high")
         )
         factors = loose / exact
-        points = [intervals.Interval(*ends).at_most(bound) for *ends, bound in zip(exact, low, high, loose)]
-        yield DIRECTIONS[direction], f"{factors.min():.1f} to {factors.max():.1f} times", intervals.every(*points)
+        points = [
+            intervals.Interval(*ends).at_most(bound)
+            for *ends, bound in zip(exact, low, high, loose)
+        ]
+        yield (
+            DIRECTIONS[direction],
+            f"{factors.min():.1f} to {factors.max():.1f} times",
+            intervals.every(*points),
+        )
 
 
 @finding(
@@ -222,14 +254,17 @@ def _no_less_than_exact(record):
     "theorem 3.3 gives a smaller epsilon than the worst case, for half of the points or more",
 )
 def _below_worst_case(record):
-    found = np.array(record.values["epsilon.theorem_3_3"]) < 0.99 * record.values["epsilon.worst_case"]
+    found = (
+        np.array(record.values["epsilon.theorem_3_3"]) < 0.99 * record.values["epsilon.worst_case"]
+    )
     share = intervals.share(int(found.sum()), found.size)
     yield "all points", f"{share:.0%}", share.at_least(0.5)
 
 
 @finding(
     "gradients-look-alike/theorem-3.3",
-    "the exact composition gives a smaller epsilon than the worst case, for half of the points or more",
+    "the exact composition gives a smaller epsilon than the worst case, for half of the points or "
+    "more",
     kind="own",
 )
 def _exact_below_worst_case(record):
@@ -252,10 +287,11 @@ class Unlearning(Regression):
     paper=Unlearning("mnist", 14, 1.0, epochs=1, points=1, runs=20, order=2),
 )
 def unlearning(config, run):
-    """Naive per-instance unlearning of training examples: bounds and decisions, by divergences of three kinds.
+    """Naive per-instance unlearning of training examples: bounds and decisions, by divergences of
+    three kinds.
 
-    `worst_case`, `estimate` and `upper_bound` (95% confidence for each divergence by itself) of the exact composition;
-    `norms` the mean gradient norm of each example.
+    `worst_case`, `estimate` and `upper_bound` (95% confidence for each divergence by itself) of the
+    exact composition; `norms` the mean gradient norm of each example.
     """
     x, y, _, _ = shrunk(config, run)
     asking = torch.as_tensor(np.random.RandomState(0).permutation(len(y))[: config.requests])
@@ -289,7 +325,9 @@ def unlearning(config, run):
     }
     values = {"noise_multiplier": plan.noise_multiplier, "steps": plan.steps}
     for kind, divergences in kinds.items():
-        decisions = naive_unlearning(divergences, requests=config.requests, order=config.order, budget=config.budget)
+        decisions = naive_unlearning(
+            divergences, requests=config.requests, order=config.order, budget=config.budget
+        )
         values |= {
             f"{kind}.bound_if_kept": [d.bound_if_kept for d in decisions],
             f"{kind}.keep": [d.keep for d in decisions],
@@ -299,7 +337,8 @@ def unlearning(config, run):
 
 
 @finding(
-    "gradients-look-alike/definition-5.1-fact-5.2", "per-instance divergences retrain less often than worst-case ones"
+    "gradients-look-alike/definition-5.1-fact-5.2",
+    "per-instance divergences retrain less often than worst-case ones",
 )
 def _keeps_longer(record):
     worst, own = (record.values[f"{kind}.retrained"] for kind in ("worst_case", "estimate"))

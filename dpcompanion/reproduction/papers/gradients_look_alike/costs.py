@@ -47,7 +47,9 @@ def varied(task, **changes):
 
 @dataclasses.dataclass(frozen=True)
 class Tilted:
-    """Tilted runs: at which order, of which training points by their rank among those watched, how many of each."""
+    """Tilted runs: at which order, of which training points by their rank among those watched, how
+    many of each.
+    """
 
     order: int
     ranks: tuple = (0.1, 0.5, 0.75)
@@ -62,13 +64,16 @@ class Compositions(Watch):
 
 
 FIGURE_1 = Compositions(
-    {"eps 10": MNIST, "eps 1": varied(MNIST, epsilon=1.0, runs=2)}, exact={"eps 10": Tilted(3), "eps 1": Tilted(12)}
+    {"eps 10": MNIST, "eps 1": varied(MNIST, epsilon=1.0, runs=2)},
+    exact={"eps 10": Tilted(3), "eps 1": Tilted(12)},
 )
 FIGURE_1_QUICK = Compositions({"eps 10": DIGITS, "eps 1": varied(DIGITS, epsilon=1.0, runs=1)})
 
 
 def tilted_norms(task, order, point, seed, run):
-    """Clipped norms of a training point's gradients along one tilted run with it ("remove"), (steps,)."""
+    """Clipped norms of a training point's gradients along one tilted run with it ("remove"),
+    (steps,).
+    """
     x, y = inputs_of(task.data, task.model, "train", run)
     plan, norms = plan_of(task, len(y)), []
     others = torch.ones(1, len(y), dtype=torch.bool)
@@ -80,9 +85,15 @@ def tilted_norms(task, order, point, seed, run):
         length = gradient.norm(dim=1).double()
         norms.append(length.clamp(max=task.max_grad_norm).cpu())
         count = tilted_counts(
-            norms[-1], sample_rate=plan.sample_rate, noise_std=plan.noise_std, order=order, generator=generator
+            norms[-1],
+            sample_rate=plan.sample_rate,
+            noise_std=plan.noise_std,
+            order=order,
+            generator=generator,
         ).to(length)
-        return (count / (length / task.max_grad_norm).clamp(min=1)).to(gradient.dtype)[:, None] * gradient
+        return (count / (length / task.max_grad_norm).clamp(min=1)).to(gradient.dtype)[
+            :, None
+        ] * gradient
 
     train_ensemble(
         MODELS[task.model](seed=0),
@@ -102,9 +113,15 @@ def tilted_norms(task, order, point, seed, run):
 
 
 def kept_norms(task, order, points, runs, run):
-    """`tilted_norms` of every point, (steps, runs, points), kept in the data folder, each run as it ends."""
-    pieces = {f"point-{point}.seed-{seed}": (point, seed) for seed in range(runs) for point in points}
-    each = seconds(dataclasses.replace(task, runs=1), plan_of(task, len(run.load(task.data, split="train"))))
+    """`tilted_norms` of every point, (steps, runs, points), kept in the data folder, each run as it
+    ends.
+    """
+    pieces = {
+        f"point-{point}.seed-{seed}": (point, seed) for seed in range(runs) for point in points
+    }
+    each = seconds(
+        dataclasses.replace(task, runs=1), plan_of(task, len(run.load(task.data, split="train")))
+    )
     done = run.keep(
         lambda piece: ({}, {"norms": tilted_norms(task, order, *pieces[piece], run).numpy()}),
         pieces,
@@ -118,11 +135,17 @@ def kept_norms(task, order, points, runs, run):
 
 
 def exactly(task, tilted, run):
-    """The exact composition of a few points beside theorem 3.3, the worst case and the mean account along ordinary
-    runs, all with the point against without it: nats at one order, and its epsilon."""
+    """The exact composition of a few points beside theorem 3.3, the worst case and the mean account
+    along ordinary runs, all with the point against without it: nats at one order, and its
+    epsilon.
+    """
     found, order = watched(task, run), tilted.order
     steps = torch.as_tensor(np.diff(found.moments), dtype=torch.float64)
-    along = (divergence(found.seen("remove")[:, :-1], found.plan, order) * steps[:, None]).sum(1).mean(0)
+    along = (
+        (divergence(found.seen("remove")[:, :-1], found.plan, order) * steps[:, None])
+        .sum(1)
+        .mean(0)
+    )
     ranked = along.argsort(stable=True)
     chosen = ranked[[round(rank * (len(ranked) - 1)) for rank in tilted.ranks]]
     members = np.random.RandomState(0).permutation(found.plan.n)[: task.points]
@@ -149,11 +172,12 @@ def exactly(task, tilted, run):
 
 @experiment("gradients-look-alike/figure-1", quick=FIGURE_1_QUICK, paper=FIGURE_1)
 def figure_1(config, run):
-    """Contributions of the steps over the data-independent cost at one order, and epsilon of the whole run at the best.
+    """Contributions of the steps over the data-independent cost at one order, and epsilon of the
+    whole run at the best.
 
-    For each task and direction: means and 10th percentiles over points, for the first step, the middle and the end;
-    `total`, theorem 3.3 for the whole run over the data-independent sum; `epsilon`, quantiles over points.
-    `exact`: the exact composition of some training points.
+    For each task and direction: means and 10th percentiles over points, for the first step, the
+    middle and the end; `total`, theorem 3.3 for the whole run over the data-independent sum;
+    `epsilon`, quantiles over points. `exact`: the exact composition of some training points.
     """
     values, arrays = {}, {}
     for name, task in config.tasks.items():
@@ -191,7 +215,9 @@ def figure_1(config, run):
                 f"{row}.total_p10": total.quantile(0.1),
                 f"{row}.epsilon": epsilon.quantile(quantiles),
                 f"{row}.orders": [best.min(), best.max()],
-                f"{row}.above_worst_case": (epsilon > values[f"{name}.worst_case.epsilon"]).double().mean(),
+                f"{row}.above_worst_case": (epsilon > values[f"{name}.worst_case.epsilon"])
+                .double()
+                .mean(),
             }
             arrays |= {
                 f"{row}.mean": mean.numpy(),
@@ -201,7 +227,10 @@ def figure_1(config, run):
                 f"{row}.total": total.numpy(),
             }
     for name, tilted in config.exact.items():
-        values |= {f"{name}.exact.{key}": value for key, value in exactly(config.tasks[name], tilted, run).items()}
+        values |= {
+            f"{name}.exact.{key}": value
+            for key, value in exactly(config.tasks[name], tilted, run).items()
+        }
     return values, arrays
 
 
@@ -209,9 +238,12 @@ def figure_1(config, run):
 def _first_step_dearer(record):
     for name, direction, row in _rows(record):
         mean, low = record.values[f"{row}.first"], record.values[f"{row}.first_p10"]
-        # Nine points in ten of those seen lie at the 10th percentile or above, and none lies below 0.
+        # Nine points in ten of those seen lie at the 10th percentile or above, and none lies below
+        # 0.
         n = points_of(record, name)
-        share = intervals.Interval(mean, low * intervals.share(math.floor(0.9 * n), n).low, math.inf)
+        share = intervals.Interval(
+            mean, low * intervals.share(math.floor(0.9 * n), n).low, math.inf
+        )
         yield f"{name}, {direction}", f"{mean:.2f}, at least {share.low:.2f}", share.above(1)
 
 
@@ -222,17 +254,33 @@ def _falls_well_below(record):
         yield f"{name}, {direction}", f"{share:.2f}", share.below(0.5)
 
 
-@finding("gradients-look-alike/figure-1", "the 10th percentile of the last step's share is below a tenth of its mean")
+@finding(
+    "gradients-look-alike/figure-1",
+    "the 10th percentile of the last step's share is below a tenth of its mean",
+)
 def _long_tail(record):
     for name, direction, row in _rows(record):
-        low, mean = _low_end(record, row), mean_of(record.values[f"{row}.last"], points_of(record, name))
-        yield f"{name}, {direction}", f"{low.estimate:.0e} of {mean.estimate:.2f}", (low - mean * 0.1).below(0)
+        low, mean = (
+            _low_end(record, row),
+            mean_of(record.values[f"{row}.last"], points_of(record, name)),
+        )
+        yield (
+            f"{name}, {direction}",
+            f"{low.estimate:.0e} of {mean.estimate:.2f}",
+            (low - mean * 0.1).below(0),
+        )
 
 
 def _low_end(record, row):
-    """The 10th percentile of the last step's share over the points, without an interval where a record has none."""
+    """The 10th percentile of the last step's share over the points, without an interval where a
+    record has none.
+    """
     points = record.arrays.get(f"{row}.last")
-    return intervals.unknown(record.values[f"{row}.last_p10"]) if points is None else intervals.quantile(points, 0.1)
+    return (
+        intervals.unknown(record.values[f"{row}.last_p10"])
+        if points is None
+        else intervals.quantile(points, 0.1)
+    )
 
 
 @finding(
@@ -243,15 +291,21 @@ def _noise_is_not_always_better(record):
     for direction in DIRECTIONS:
         loud, quiet = (
             _low_end(record, f"{name}.{direction}")
-            * (record.values[f"{name}.worst_case.rdp"] / record.values[f"{name}.steps"])  # of a share, the cost
+            # of a share, the cost
+            * (record.values[f"{name}.worst_case.rdp"] / record.values[f"{name}.steps"])
             for name in ("eps 1", "eps 10")
         )
-        yield DIRECTIONS[direction], f"{quiet.estimate:.0e} against {loud.estimate:.0e}", (quiet - loud).below(0)
+        yield (
+            DIRECTIONS[direction],
+            f"{quiet.estimate:.0e} against {loud.estimate:.0e}",
+            (quiet - loud).below(0),
+        )
 
 
 @finding(
     "gradients-look-alike/figure-1",
-    "theorem 3.3, at the best order, gives the median point at most half of the data-independent epsilon",
+    "theorem 3.3, at the best order, gives the median point at most half of the data-independent "
+    "epsilon",
     kind="own",
 )
 def _epsilon_halved(record):
@@ -263,7 +317,8 @@ def _epsilon_halved(record):
 
 @finding(
     "gradients-look-alike/figure-1",
-    "the exact composition, at one order, gives the median point a smaller epsilon than theorem 3.3 at its best",
+    "the exact composition, at one order, gives the median point a smaller epsilon than theorem "
+    "3.3 at its best",
     kind="own",
 )
 def _exact_below_theorem(record):
@@ -296,15 +351,23 @@ class Intervals(Watch):
     resamples: int = 400
 
 
-@experiment("gradients-look-alike/figure-5", quick=Intervals({"eps 10": DIGITS}), paper=Intervals({"eps 10": MNIST}))
+@experiment(
+    "gradients-look-alike/figure-5",
+    quick=Intervals({"eps 10": DIGITS}),
+    paper=Intervals({"eps 10": MNIST}),
+)
 def figure_5(config, run):
-    """Contributions of the steps for single training points, with 95% bootstrap intervals over the runs."""
+    """Contributions of the steps for single training points, with 95% bootstrap intervals over the
+    runs.
+    """
     ((name, task),) = config.tasks.items()
     found = watched(task, run)
     baseline = divergence(task.max_grad_norm, found.plan, config.order)
     costs, weights = weighted_costs(found, "remove", config.order)
     costs = costs[..., : config.shown]
-    draws = torch.randint(task.runs, (config.resamples, task.runs), generator=torch.Generator().manual_seed(0))
+    draws = torch.randint(
+        task.runs, (config.resamples, task.runs), generator=torch.Generator().manual_seed(0)
+    )
     again = torch.stack([soft_maximum(costs[:, draw], weights) for draw in draws]) / baseline
     low, high = again.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64), dim=0)
     share = soft_maximum(costs, weights) / baseline
@@ -325,7 +388,8 @@ def figure_5(config, run):
 
 @finding(
     "gradients-look-alike/figure-5",
-    "the mean width of the 95% interval, over points and steps, is below a fifth of the data-independent cost",
+    "the mean width of the 95% interval, over points and steps, is below a fifth of the "
+    "data-independent cost",
 )
 def _narrow(record):
     for name in record.config["tasks"]:
@@ -356,13 +420,20 @@ FIGURE_6_QUICK = WatchMore(
 
 @experiment("gradients-look-alike/figure-6", quick=FIGURE_6_QUICK, paper=FIGURE_6)
 def figure_6(config, run):
-    """The mean cost of a step over the data-independent one, at tenths of the run, and epsilon of the whole run."""
+    """The mean cost of a step over the data-independent one, at tenths of the run, and epsilon of
+    the whole run.
+    """
     values = left_out(config, run)
     for name, task in runnable(config, run).items():
         found = watched(task, run)
         baseline = divergence(task.max_grad_norm, found.plan, config.order)
         share = contributions(found, "remove", config.order).mean(1) / baseline
-        tenths = np.searchsorted(found.moments, [found.plan.steps * k / 10 for k in range(10)], side="right") - 1
+        tenths = (
+            np.searchsorted(
+                found.moments, [found.plan.steps * k / 10 for k in range(10)], side="right"
+            )
+            - 1
+        )
         epsilon, _ = epsilons(found, "remove")
         values |= {
             f"{name}.share": share[tenths],
@@ -374,7 +445,10 @@ def figure_6(config, run):
     return values
 
 
-@finding("gradients-look-alike/figure-6", "the mean share of the last step is below half of the first step's")
+@finding(
+    "gradients-look-alike/figure-6",
+    "the mean share of the last step is below half of the first step's",
+)
 def _falls_in_every_setting(record):
     tasks = record.config["tasks"] | record.config.get("larger", {})
     for name in reported(record):

@@ -40,7 +40,10 @@ class Means(Watch):
 
 def batch_sums(model, x, y, masks, limit):
     """Sums of clipped gradients of the examples in each mask, (masks, parameters) float64."""
-    sums = [clipped_sum(model, cross_entropy, x[mask], y[mask], limit, method="mixed").gradients for mask in masks]
+    sums = [
+        clipped_sum(model, cross_entropy, x[mask], y[mask], limit, method="mixed").gradients
+        for mask in masks
+    ]
     return torch.stack([torch.cat([g.flatten() for g in one.values()]) for one in sums]).double()
 
 
@@ -52,17 +55,22 @@ def clipped_gradients(model, x, y, limit):
 
 
 def coordinates(vectors):
-    """Coordinates of few long vectors in the space that they span: all inner products stay, (n, n)."""
+    """Coordinates of few long vectors in the space that they span: all inner products stay, (n,
+    n).
+    """
     values, directions = torch.linalg.eigh(vectors @ vectors.T)
     return directions * values.clamp(min=0).sqrt()
 
 
 def mean_update_bounds(sums, sizes, gradients, *, sample_rate, noise_std, order, tuples, generator):
-    """Divergences of one step with the mean of clipped gradients, for each of the points with these gradients.
+    """Divergences of one step with the mean of clipped gradients, for each of the points with these
+    gradients.
 
     Returns:
-        {"remove", "add": theorem 3.6 for either direction, from batches that the point enters with its rate; "alone":
-        the same where it enters none, so for X = X'; "coupled": ours; "sensitivity": how far the point moves the
+        {"remove", "add": theorem 3.6 for either direction, from batches that the point enters with
+        its rate; "alone":
+        the same where it enters none, so for X = X'; "coupled": ours; "sensitivity": how far the
+        point moves the
         update, on average}, each (points,).
         Theorem 3.6 and ours are estimates.
     """
@@ -75,34 +83,48 @@ def mean_update_bounds(sums, sizes, gradients, *, sample_rate, noise_std, order,
     pool = {"noise_std": noise_std, "order": order, "tuples": tuples, "generator": generator}
     alone = update_divergence(means[:half], means[half:], direction="remove", **pool)
     for g in gradients:
-        enters = (torch.rand(half, 1, generator=generator, dtype=torch.float64) < sample_rate).double()
+        enters = (
+            torch.rand(half, 1, generator=generator, dtype=torch.float64) < sample_rate
+        ).double()
         with_point = (sums[half:] + enters * g) / (sizes[half:] + enters).clamp(min=1)
         for direction in DIRECTIONS:
-            found[direction].append(update_divergence(means[:half], with_point, direction=direction, **pool))
+            found[direction].append(
+                update_divergence(means[:half], with_point, direction=direction, **pool)
+            )
         distance = (g - means).norm(dim=1) / (sizes[:, 0] + 1)
-        found["coupled"].append(coupled_divergence(distance, sample_rate=sample_rate, noise_std=noise_std, order=order))
+        found["coupled"].append(
+            coupled_divergence(distance, sample_rate=sample_rate, noise_std=noise_std, order=order)
+        )
         found["sensitivity"].append(distance.mean())
     found["alone"] = [alone] * points
     return {key: torch.tensor(value, dtype=torch.float64) for key, value in found.items()}
 
 
 def mean_update_bound(norms, plan, order):
-    """A bound, not an estimate, on one step with the mean, from the clipped norms of the points alone: (points,).
+    """A bound, not an estimate, on one step with the mean, from the clipped norms of the points
+    alone: (points,).
 
-    A point with a gradient of length g moves the mean of a batch of k by at most (g + C) / (k + 1), and by g where the
-    batch is empty; k is binomial. So the coupled bound can be computed without a single draw. With g = C it is
-    data-independent, for data sets of this size.
+    A point with a gradient of length g moves the mean of a batch of k by at most (g + C) / (k + 1),
+    and by g where the batch is empty; k is binomial. So the coupled bound can be computed without a
+    single draw. With g = C it is data-independent, for data sets of this size.
     """
     mean = plan.n * plan.sample_rate
     sizes = torch.arange(int(mean + 12 * mean**0.5 + 30) + 1, dtype=torch.float64)
     law = stats.binom(plan.n - 1, plan.sample_rate)
     # The stubs take every frozen law for a continuous one.
     weights = torch.as_tensor(law.pmf(sizes.numpy()))  # pyright: ignore[reportAttributeAccessIssue]
-    weights[-1] = (1 - weights[:-1].sum()).clamp(min=0)  # larger batches count as the largest of these
+    # larger batches count as the largest of these
+    weights[-1] = (1 - weights[:-1].sum()).clamp(min=0)
     limit = plan.max_grad_norm
-    distances = torch.where(sizes[:, None] == 0, norms, (norms + limit) / (sizes[:, None] + 1)).clamp(max=limit)
+    distances = torch.where(
+        sizes[:, None] == 0, norms, (norms + limit) / (sizes[:, None] + 1)
+    ).clamp(max=limit)
     return coupled_divergence(
-        distances, probabilities=weights, sample_rate=plan.sample_rate, noise_std=plan.noise_std, order=order
+        distances,
+        probabilities=weights,
+        sample_rate=plan.sample_rate,
+        noise_std=plan.noise_std,
+        order=order,
     )
 
 
@@ -110,15 +132,18 @@ QUICK_MEANS = Means({"LeNet-5": DIGITS}, batch_sizes=(16, 64, 256), pool=20, sho
 
 
 @experiment(
-    "gradients-look-alike/figure-8", quick=QUICK_MEANS, paper=Means({"LeNet-5": varied(MNIST, runs=1)}, shown=50)
+    "gradients-look-alike/figure-8",
+    quick=QUICK_MEANS,
+    paper=Means({"LeNet-5": varied(MNIST, runs=1)}, shown=50),
 )
 def figure_8(config, run):
     """The mean update by theorem 3.6 and by the coupled bound, for batches of several sizes.
 
-    Shares are over the divergence of a sensitivity as large as the clip norm; the noise is that which gives the run its
-    epsilon at that batch size. `bound` is the coupled bound from the point's norm and the law of the batch size,
-    `any_data` the same for any point of any data set of this size. `relevance` is the correlation over points between
-    theorem 3.6's estimate and how far the point moves the update.
+    Shares are over the divergence of a sensitivity as large as the clip norm; the noise is that
+    which gives the run its epsilon at that batch size. `bound` is the coupled bound from the
+    point's norm and the law of the batch size, `any_data` the same for any point of any data set of
+    this size. `relevance` is the correlation over points between theorem 3.6's estimate and how far
+    the point moves the update.
     """
     values, arrays = {}, {}
     for name, task in config.tasks.items():
@@ -137,9 +162,12 @@ def figure_8(config, run):
             for size in config.batch_sizes:
                 plan = plan_of(varied(task, batch_size=size), len(y))
                 masks = (
-                    torch.rand(2 * config.pool, len(y), generator=generator, dtype=torch.float64) < plan.sample_rate
+                    torch.rand(2 * config.pool, len(y), generator=generator, dtype=torch.float64)
+                    < plan.sample_rate
                 ) & rest
-                sums = batch_sums(model, x.to(run.device), y.to(run.device), masks, task.max_grad_norm).cpu()
+                sums = batch_sums(
+                    model, x.to(run.device), y.to(run.device), masks, task.max_grad_norm
+                ).cpu()
                 bounds = mean_update_bounds(
                     sums,
                     masks.sum(1),
@@ -172,7 +200,9 @@ def figure_8(config, run):
 @experiment(
     "gradients-look-alike/figure-4",
     quick=dataclasses.replace(QUICK_MEANS, batch_sizes=(128,)),
-    paper=Means({"ResNet-20": varied(CIFAR10, runs=1)}, batch_sizes=(32, 64, 128, 256, 512), shown=500),
+    paper=Means(
+        {"ResNet-20": varied(CIFAR10, runs=1)}, batch_sizes=(32, 64, 128, 256, 512), shown=500
+    ),
 )
 def figure_4(config, run):
     """As figure 8, for CIFAR-10."""
@@ -196,7 +226,9 @@ def _each_mean(record):
 
 
 def _median_of(record, name, stage, size, key, over=None):
-    """The interval of the median over points of a bound, or of its ratio to another one's, paired."""
+    """The interval of the median over points of a bound, or of its ratio to another one's,
+    paired.
+    """
     row = f"{name}.{stage}.batch"
     values = record.arrays[f"{row} {size}.{key}"].astype(np.float64)
     if over is not None:
@@ -206,7 +238,8 @@ def _median_of(record, name, stage, size, key, over=None):
 
 @finding(
     "gradients-look-alike/figure-4",
-    "theorem 3.6 gives the median point less than a tenth of the worst case in the middle and at the end, both ways",
+    "theorem 3.6 gives the median point less than a tenth of the worst case in the middle and at "
+    "the end, both ways",
 )
 def _tenth(record):
     for name, stage, sizes in _each_mean(record):
@@ -219,7 +252,10 @@ def _tenth(record):
             )
 
 
-@finding("gradients-look-alike/figure-8", "theorem 3.6's median falls from the smallest batch to the largest")
+@finding(
+    "gradients-look-alike/figure-8",
+    "theorem 3.6's median falls from the smallest batch to the largest",
+)
 def _larger_batches(record):
     for name, stage, sizes in _each_mean(record):
         first, *_, last = sizes
@@ -229,7 +265,8 @@ def _larger_batches(record):
 
 @finding(
     "gradients-look-alike/theorem-3.6",
-    "theorem 3.6 distinguishes points: its correlation with how far a point moves the update is above 0.5",
+    "theorem 3.6 distinguishes points: its correlation with how far a point moves the update is "
+    "above 0.5",
     of="gradients-look-alike/figure-8",
     kind="own",
 )
@@ -250,7 +287,10 @@ def _relevant(record):
 )
 def _coupled_smaller(record):
     for name, stage, sizes in _each_mean(record):
-        ratios = [_median_of(record, name, stage, size, "remove", over=(size, "coupled")) for size in sizes]
+        ratios = [
+            _median_of(record, name, stage, size, "remove", over=(size, "coupled"))
+            for size in sizes
+        ]
         yield (
             f"{name}, {stage}",
             f"{min(ratio.estimate for ratio in ratios):.0e} times or more",

@@ -1,8 +1,9 @@
-"""ResNet-20 on CIFAR-10 for 6 epochs instead of 200: what one such run gives of figures 2, 3, 4, 6, 7 and 9.
+"""ResNet-20 on CIFAR-10 for 6 epochs instead of 200: what one such run gives of figures 2, 3, 4, 6,
+7 and 9.
 
-The paper's network, data, batch size and points; not the beginning of its run, but six epochs with the noise that makes
-them cost its epsilon, 10, and with a learning rate that falls at half time and at five sixths (the paper's at half time
-and three quarters).  About an hour of one core.
+The paper's network, data, batch size and points; not the beginning of its run, but six epochs with
+the noise that makes them cost its epsilon, 10, and with a learning rate that falls at half time and
+at five sixths (the paper's at half time and three quarters). About an hour of one core.
 """
 
 import dataclasses
@@ -11,7 +12,12 @@ from dpcompanion.reproduction.experiments import ask_also, experiment
 from dpcompanion.reproduction.papers.gradients_look_alike.costs import figure_6
 from dpcompanion.reproduction.papers.gradients_look_alike.mean_updates import Means, figure_4
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import CIFAR10, Watch, WatchMore
-from dpcompanion.reproduction.papers.gradients_look_alike.stages import Corollary, figure_2, figure_3, figure_9
+from dpcompanion.reproduction.papers.gradients_look_alike.stages import (
+    Corollary,
+    figure_2,
+    figure_3,
+    figure_9,
+)
 
 _NAME = "gradients-look-alike"
 RESNET = "ResNet-20, CIFAR-10, 6 of 200 epochs"
@@ -33,6 +39,7 @@ for _exhibit, _function, _config, _asked in (
     ("figure-9", figure_9, Corollary(_TASKS), {"figure-9": "figure-9"}),
 ):
     experiment(f"{_NAME}/{_exhibit}-resnet20", paper=_config)(_function)
-    # What is found on digits is asked of the paper's network, too: {whose criteria: which exhibit they are for}.
+    # What is found on digits is asked of the paper's network, too: {whose criteria: which exhibit
+    # they are for}.
     for _whose, _for in _asked.items():
         ask_also(f"{_NAME}/{_whose}", of=f"{_NAME}/{_exhibit}-resnet20", under=f"{_NAME}/{_for}")

@@ -23,7 +23,9 @@ ORDERS = (1.25, 1.5, 1.75, 2, 2.2, 2.4, 2.6, 2.8, 3, 3.5, 4, 5, 6, 8, 10, 12, 16
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Runs of DP-SGD on one data set, from one initialisation, and how often to look at how many points."""
+    """Runs of DP-SGD on one data set, from one initialisation, and how often to look at how many
+    points.
+    """
 
     data: str
     model: str
@@ -44,7 +46,14 @@ class Task:
 MNIST = Task("mnist", "lenet5", runs=5, points=200)
 PLAIN_MNIST = dataclasses.replace(MNIST, model="softmax", runs=2)
 CIFAR10 = Task(
-    "cifar10", "resnet20", epochs=200, momentum=0.9, weight_decay=1e-4, drops=(100, 150), runs=10, points=500
+    "cifar10",
+    "resnet20",
+    epochs=200,
+    momentum=0.9,
+    weight_decay=1e-4,
+    drops=(100, 150),
+    runs=10,
+    points=500,
 )
 DIGITS = Task("mnist-5k", "lenet5", learning_rate=1.0, runs=3, points=60, stops=31)
 PLAIN_DIGITS = dataclasses.replace(DIGITS, model="softmax", runs=1)
@@ -68,13 +77,17 @@ class WatchMore(Watch):
 MODELS = {
     "lenet5": models.lenet5,
     "mnist_cnn": models.mnist_cnn,
-    "softmax": lambda seed: torch.nn.Sequential(torch.nn.Flatten(), models.linear(784, 10, seed=seed)),
+    "softmax": lambda seed: torch.nn.Sequential(
+        torch.nn.Flatten(), models.linear(784, 10, seed=seed)
+    ),
     "resnet20": functools.partial(models.resnet20, groups=16, affine=True),
 }
 
 
 def inputs_of(name, model, split, run):
-    """Features and labels as the network wants them: normalised, LeNet-5's digits scaled to 32 x 32."""
+    """Features and labels as the network wants them: normalised, LeNet-5's digits scaled to 32 x
+    32.
+    """
     found = run.load(name, split=split).normalized()
     features = found.features
     if model == "lenet5":
@@ -83,7 +96,9 @@ def inputs_of(name, model, split, run):
 
 
 def plan_of(task, examples):
-    """The plan that spends the task's epsilon, by RDP (add or remove one example, Poisson sampling)."""
+    """The plan that spends the task's epsilon, by RDP (add or remove one example, Poisson
+    sampling).
+    """
     rate = task.batch_size / examples
     return DPSGDPlan.for_epsilon(
         task.epsilon,
@@ -97,17 +112,22 @@ def plan_of(task, examples):
 
 
 def moments(task, steps):
-    """After how many steps the points are looked at: before training, then `stops` times, and halfway."""
+    """After how many steps the points are looked at: before training, then `stops` times, and
+    halfway.
+    """
     return sorted({round(steps * i / task.stops) for i in range(task.stops + 1)} | {steps // 2})
 
 
 def watch(task, seed, run):
-    """One run: norms (moments, 2 points), whether a point is classified correctly, weights by stage, test accuracy."""
+    """One run: norms (moments, 2 points), whether a point is classified correctly, weights by
+    stage, test accuracy.
+    """
     x, y = inputs_of(task.data, task.model, "train", run)
     test_x, test_y = inputs_of(task.data, task.model, "test", run)
     plan = plan_of(task, len(y))
     members, others = (
-        torch.as_tensor(np.random.RandomState(0).permutation(n)[: task.points]) for n in (len(y), len(test_y))
+        torch.as_tensor(np.random.RandomState(0).permutation(n)[: task.points])
+        for n in (len(y), len(test_y))
     )
     points = (
         torch.cat((x[members], test_x[others])).to(run.device),
@@ -115,7 +135,10 @@ def watch(task, seed, run):
     )
     model = MODELS[task.model](seed=0).to(run.device)
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=task.learning_rate, momentum=task.momentum, weight_decay=task.weight_decay
+        model.parameters(),
+        lr=task.learning_rate,
+        momentum=task.momentum,
+        weight_decay=task.weight_decay,
     )
     stops = set(moments(task, plan.steps))
     trace = Trace("norms", "correct", "weights")
@@ -126,7 +149,9 @@ def watch(task, seed, run):
         with torch.no_grad():
             trace["correct"].append((model(points[0]).argmax(1) == points[1]).cpu())
             if step in (0, plan.steps // 2, plan.steps):
-                trace["weights"].append(torch.nn.utils.parameters_to_vector(model.parameters()).cpu())
+                trace["weights"].append(
+                    torch.nn.utils.parameters_to_vector(model.parameters()).cpu()
+                )
 
     def on_step(state):
         if state.step in stops:
@@ -154,12 +179,16 @@ def watch(task, seed, run):
             for part, labels in zip(test_x.split(1000), test_y.split(1000))
         )
     values = {"accuracy": float(right) / len(test_y), "seconds": trace.seconds}
-    return values, {name: torch.stack(trace[name]).numpy() for name in ("norms", "correct", "weights")}
+    return values, {
+        name: torch.stack(trace[name]).numpy() for name in ("norms", "correct", "weights")
+    }
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Watched:
-    """The runs of a task: norms and correct (runs, moments, 2 points), weights (runs, stages, parameters)."""
+    """The runs of a task: norms and correct (runs, moments, 2 points), weights (runs, stages,
+    parameters).
+    """
 
     plan: DPSGDPlan
     moments: list
@@ -185,7 +214,9 @@ def seconds(task, plan):
 
 
 def watched(task, run):
-    """The runs of a task, `Watched`, seeds 0, 1, ...; long ones are kept in the data folder, each as it ends."""
+    """The runs of a task, `Watched`, seeds 0, 1, ...; long ones are kept in the data folder, each
+    as it ends.
+    """
     plan = plan_of(task, len(run.load(task.data, split="train")))
     pieces = {f"seed-{seed}": seed for seed in range(task.runs)}
     parts = run.keep(
@@ -198,16 +229,25 @@ def watched(task, run):
     ).values()
     run.load(task.data, split="test")
     arrays = {
-        name: torch.as_tensor(np.stack([found[name] for _, found in parts])) for name in ("norms", "correct", "weights")
+        name: torch.as_tensor(np.stack([found[name] for _, found in parts]))
+        for name in ("norms", "correct", "weights")
     }
     arrays["norms"] = arrays["norms"].double().clamp(max=task.max_grad_norm)
-    return Watched(plan, moments(task, plan.steps), **arrays, accuracy=[values["accuracy"] for values, _ in parts])
+    return Watched(
+        plan,
+        moments(task, plan.steps),
+        **arrays,
+        accuracy=[values["accuracy"] for values, _ in parts],
+    )
 
 
 def divergence(norms, plan, order):
     """Theorem 3.2 for one step, of clipped gradients of these norms: the shape of `norms`."""
     return step_divergence(
-        sample_rate=plan.sample_rate, noise_multiplier=plan.noise_std, sensitivity=norms, orders=order
+        sample_rate=plan.sample_rate,
+        noise_multiplier=plan.noise_std,
+        sensitivity=norms,
+        orders=order,
     )
 
 
@@ -217,25 +257,29 @@ def share_of(norms, plan, order):
 
 
 def costs_and_weights(norms, plan, order, after):
-    """Divergences of steps that have `after` others after them, (steps,), at their orders in theorem 3.3, p = 3n.
+    """Divergences of steps that have `after` others after them, (steps,), at their orders in
+    theorem 3.3, p = 3n.
 
-    The norms are (steps, runs, points), and so are the divergences; the weights are (steps,). With K orders in place of
-    one both have a last axis of K.
+    The norms are (steps, runs, points), and so are the divergences; the weights are (steps,). With
+    K orders in place of one both have a last axis of K.
     """
     p = 3 * plan.steps
     if isinstance(order, Sequence):
         orders = torch.stack([holder_order(each, p, after) for each in order], -1)
     else:
         orders = holder_order(order, p, after)
-    return torch.stack([divergence(step, plan, own) for step, own in zip(norms, orders)]), p * (orders - 1)
+    return torch.stack([divergence(step, plan, own) for step, own in zip(norms, orders)]), p * (
+        orders - 1
+    )
 
 
 def weighted_costs(found, direction, order):
     """Divergences of the steps at their orders in theorem 3.3, p = 3n, and weights.
 
     The divergences are (moments but the last, runs, points), the weights (moments but the last,).
-    The theorem reads D <= sum_t ln E exp(w_t D_t) / w_t, where D_t is the divergence of step t at the order
-    g_t = 1 + (p/(p-1))^(n-t) (order-1), w_t = p (g_t - 1), and E the mean over runs: an estimate of their expectation.
+    The theorem reads D <= sum_t ln E exp(w_t D_t) / w_t, where D_t is the divergence of step t at
+    the order g_t = 1 + (p/(p-1))^(n-t) (order-1), w_t = p (g_t - 1), and E the mean over runs: an
+    estimate of their expectation.
     """
     after = found.plan.steps - 1 - torch.tensor(found.moments[:-1])
     return costs_and_weights(found.seen(direction)[:, :-1].movedim(1, 0), found.plan, order, after)
@@ -248,12 +292,16 @@ def soft_maximum(costs, weights):
 
 
 def contributions(found, direction, order):
-    """What each step adds to the sum of theorem 3.3: (moments but the last, points), and K where there are K orders."""
+    """What each step adds to the sum of theorem 3.3: (moments but the last, points), and K where
+    there are K orders.
+    """
     return soft_maximum(*weighted_costs(found, direction, order))
 
 
 def composed(found, direction, order):
-    """Theorem 3.3 for the whole run, (points,): every step between two moments costs what the first of them costs."""
+    """Theorem 3.3 for the whole run, (points,): every step between two moments costs what the first
+    of them costs.
+    """
     steps = torch.as_tensor(np.diff(found.moments), dtype=torch.float64)
     return torch.tensordot(steps, contributions(found, direction, order), 1)
 
@@ -265,14 +313,23 @@ def epsilons(found, direction, orders=ORDERS):
 
 def composed_exactly(norms, plan, order, direction, confidence=0.95):
     """`exact_composition` of tilted runs whose norms these are, (steps, runs, points)."""
-    step = {"sample_rate": plan.sample_rate, "noise_std": plan.noise_std, "order": order, "direction": direction}
+    step = {
+        "sample_rate": plan.sample_rate,
+        "noise_std": plan.noise_std,
+        "order": order,
+        "direction": direction,
+    }
     worst = plan.steps * float(log_mass(plan.max_grad_norm, **step)) / (order - 1)
-    return exact_composition(log_mass(norms, **step).sum(0), order=order, worst_case=worst, confidence=confidence)
+    return exact_composition(
+        log_mass(norms, **step).sum(0), order=order, worst_case=worst, confidence=confidence
+    )
 
 
 def worst_case(plan, orders=ORDERS):
     """The data-independent epsilon of a run and its best order."""
-    step = rdp_sampled_gaussian(sample_rate=plan.sample_rate, noise_multiplier=plan.noise_multiplier, orders=orders)
+    step = rdp_sampled_gaussian(
+        sample_rate=plan.sample_rate, noise_multiplier=plan.noise_multiplier, orders=orders
+    )
     return rdp_to_epsilon(plan.steps * step, orders, plan.delta)
 
 
@@ -282,12 +339,17 @@ def points_of(record, name):
 
 
 def mean_of(share, n):
-    """The interval of a mean over n points of shares between 0 and 1: none varies more than zeros and ones do."""
-    return intervals.share(round(share * n), n) if 0 <= share <= 1 + 1e-6 else intervals.unknown(share)
+    """The interval of a mean over n points of shares between 0 and 1: none varies more than zeros
+    and ones do.
+    """
+    return (
+        intervals.share(round(share * n), n) if 0 <= share <= 1 + 1e-6 else intervals.unknown(share)
+    )
 
 
 def stages_of(found, order):
-    """The cost of one step over the data-independent one, and who is classified correctly, (stages, points).
+    """The cost of one step over the data-independent one, and who is classified correctly, (stages,
+    points).
 
     At the stages of the first run, by theorem 3.2 at `order`.
     """

@@ -27,15 +27,20 @@ from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
 
 
 def step_epsilon(norms, plan):
-    """Epsilon of one step of clipped gradients of these norms at the run's delta: the sampled Gaussian mechanism's own.
+    """Epsilon of one step of clipped gradients of these norms at the run's delta: the sampled
+    Gaussian mechanism's own.
 
-    A single step is mostly covered by delta alone; what is left are the points that a step can give away.  An epsilon
-    by RDP would end at a floor of its own, far above that of most points.
+    A single step is mostly covered by delta alone; what is left are the points that a step can give
+    away. An epsilon by RDP would end at a floor of its own, far above that of most points.
     """
-    return coupled_epsilon(norms[None], sample_rate=plan.sample_rate, noise_std=plan.noise_std, delta=plan.delta)
+    return coupled_epsilon(
+        norms[None], sample_rate=plan.sample_rate, noise_std=plan.noise_std, delta=plan.delta
+    )
 
 
-_BATCHES = {f"batch {size}": varied(CIFAR10, batch_size=size, runs=1) for size in (32, 64, 256, 512)}
+_BATCHES = {
+    f"batch {size}": varied(CIFAR10, batch_size=size, runs=1) for size in (32, 64, 256, 512)
+}
 FIGURE_2 = Watch({"batch 128": varied(CIFAR10, runs=1), **_BATCHES})
 FIGURE_2_QUICK = Watch(
     {
@@ -48,7 +53,9 @@ FIGURE_2_QUICK = Watch(
 
 @experiment("gradients-look-alike/figure-2", quick=FIGURE_2_QUICK, paper=FIGURE_2)
 def figure_2(config, run):
-    """Costs of one step over the data-independent one, quantiles over points at three stages, and its epsilon."""
+    """Costs of one step over the data-independent one, quantiles over points at three stages, and
+    its epsilon.
+    """
     values, arrays = {}, {}
     quantiles = torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9], dtype=torch.float64)
     for name, task in config.tasks.items():
@@ -71,7 +78,8 @@ def figure_2(config, run):
 
 @finding(
     "gradients-look-alike/figure-2",
-    "at the final stage, a tenth of the points or more cost less than a thousandth of the data-independent step",
+    "at the final stage, a tenth of the points or more cost less than a thousandth of the "
+    "data-independent step",
     kind="own",  # our reading of the paper's "long tail", which names no share
 )
 def _tail_at_the_end(record):
@@ -82,7 +90,9 @@ def _tail_at_the_end(record):
 
 
 def correct_and_not(found, order):
-    """{stage: {"correct" or "incorrect": (points, mean share, median share, mean epsilon of the step)}}."""
+    """{stage: {"correct" or "incorrect": (points, mean share, median share, mean epsilon of the
+    step)}}.
+    """
     share, correct = stages_of(found, order)
     epsilon = step_epsilon(found.norms[0, found.stages], found.plan)
     table = {}
@@ -100,7 +110,10 @@ def _correct_more_private(record):
     for name in reported(record):
         for stage in STAGES[1:]:
             right, wrong = (
-                mean_of(record.values[f"{name}.{stage}.{word}.mean"], record.values[f"{name}.{stage}.{word}.points"])
+                mean_of(
+                    record.values[f"{name}.{stage}.{word}.mean"],
+                    record.values[f"{name}.{stage}.{word}.points"],
+                )
                 for word in ("correct", "incorrect")
             )
             yield f"{name}, {stage}", f"{right:.2f} against {wrong:.2f}", (wrong - right).above(0)
@@ -109,9 +122,15 @@ def _correct_more_private(record):
 ON_A_GPU = {"ResNet-20, CIFAR-10": varied(CIFAR10, runs=1)}
 
 
-@experiment("gradients-look-alike/figure-3", quick=WatchMore({"LeNet-5": DIGITS}), paper=WatchMore({}, larger=ON_A_GPU))
+@experiment(
+    "gradients-look-alike/figure-3",
+    quick=WatchMore({"LeNet-5": DIGITS}),
+    paper=WatchMore({}, larger=ON_A_GPU),
+)
 def figure_3(config, run):
-    """Costs of one step over the data-independent one, of points that are classified correctly and of the others."""
+    """Costs of one step over the data-independent one, of points that are classified correctly and
+    of the others.
+    """
     return left_out(config, run) | {
         f"{name}.{key}": value
         for name, task in runnable(config, run).items()
@@ -120,7 +139,8 @@ def figure_3(config, run):
 
 
 FIGURE_7 = WatchMore(
-    {"LeNet-5": varied(MNIST, runs=1), "softmax regression": varied(PLAIN_MNIST, runs=1)}, larger=ON_A_GPU
+    {"LeNet-5": varied(MNIST, runs=1), "softmax regression": varied(PLAIN_MNIST, runs=1)},
+    larger=ON_A_GPU,
 )
 FIGURE_7_QUICK = WatchMore({"LeNet-5": DIGITS, "softmax regression": PLAIN_DIGITS})
 
@@ -140,7 +160,9 @@ for _name in ("figure-3", "figure-7"):
 
 @dataclasses.dataclass(frozen=True)
 class Corollary(WatchMore):
-    """Figure 9: the exponent p of the paper's code, others of which the best is taken, and the delta of the step."""
+    """Figure 9: the exponent p of the paper's code, others of which the best is taken, and the
+    delta of the step.
+    """
 
     p: float = 1e4
     others: tuple = (3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 1e5, 1e6)
@@ -156,14 +178,18 @@ def figure_9(config, run):
 
     Means over correct and over incorrect points.
 
-    `paper_p` at the paper's p, `best_p` at the best of several, `exact` the sampled Gaussian mechanism's own epsilon;
-    `worst_case` for a gradient as long as the clip norm.
+    `paper_p` at the paper's p, `best_p` at the best of several, `exact` the sampled Gaussian
+    mechanism's own epsilon; `worst_case` for a gradient as long as the clip norm.
     """
     values = left_out(config, run)
     for name, task in runnable(config, run).items():
         found = watched(task, run)
         norms, correct = found.norms[0, found.stages], found.correct[0, found.stages]
-        step = {"sample_rate": found.plan.sample_rate, "noise_std": found.plan.noise_std, "delta": task.delta}
+        step = {
+            "sample_rate": found.plan.sample_rate,
+            "noise_std": found.plan.noise_std,
+            "delta": task.delta,
+        }
 
         def three(norms):
             return {
@@ -179,7 +205,9 @@ def figure_9(config, run):
         for kind, epsilon in three(norms).items():
             for stage, eps, right in zip(STAGES, epsilon, correct):
                 for word, chosen in (("correct", right), ("incorrect", ~right)):
-                    values[f"{name}.{stage}.{word}.{kind}"] = eps[chosen].mean() if chosen.any() else math.nan
+                    values[f"{name}.{stage}.{word}.{kind}"] = (
+                        eps[chosen].mean() if chosen.any() else math.nan
+                    )
                 values[f"{name}.{stage}.{kind}_at_most"] = eps.max()
     return values
 
@@ -192,12 +220,18 @@ def _corollary_within(record):
         yield name, f"{highest:.2f} of {worst:.2f}", highest <= worst * (1 + 1e-6)
 
 
-@finding("gradients-look-alike/figure-9", "in the middle and at the end correct points lie below incorrect ones")
+@finding(
+    "gradients-look-alike/figure-9",
+    "in the middle and at the end correct points lie below incorrect ones",
+)
 def _corollary_better(record):
     for name in reported(record):
         for stage in STAGES[1:]:
-            # No point lies above the worst case; how many are correct is in the record of figure 7, not in this one.
-            right, wrong = (record.values[f"{name}.{stage}.{word}.paper_p"] for word in ("correct", "incorrect"))
+            # No point lies above the worst case; how many are correct is in the record of figure 7,
+            # not in this one.
+            right, wrong = (
+                record.values[f"{name}.{stage}.{word}.paper_p"] for word in ("correct", "incorrect")
+            )
             yield (
                 f"{name}, {stage}",
                 f"{right:.2f} against {wrong:.2f} (no interval)",

@@ -9,16 +9,21 @@ def uniform_epsilon(record, name):
     """The uniform epsilon of a task by the privacy loss distribution of its run."""
     task = Task(**{**record.config["tasks"], **record.config.get("larger", {})}[name])
     (examples,) = {
-        source["examples"] for source in record.data if source["split"] == "train" and source["name"] == task.data
+        source["examples"]
+        for source in record.data
+        if source["split"] == "train" and source["name"] == task.data
     }
     return plan_of(task, examples).epsilon(accountant="pld")
 
 
 def every(chapter, exhibit):
-    """(kind, record) of an exhibit: of digits, of ResNet-20 on CIFAR-10 where there is one, and live."""
+    """(kind, record) of an exhibit: of digits, of ResNet-20 on CIFAR-10 where there is one, and
+    live.
+    """
     part = chapter.recorded(f"{exhibit}-resnet20")
     return sorted(
-        [*chapter.both(exhibit).items(), *([("recorded", part)] if part else [])], key=lambda one: one[0] == "live"
+        [*chapter.both(exhibit).items(), *([("recorded", part)] if part else [])],
+        key=lambda one: one[0] == "live",
     )
 
 

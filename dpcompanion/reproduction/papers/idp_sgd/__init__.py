@@ -22,14 +22,38 @@ from dpcompanion.reproduction.papers.idp_sgd import (
     with_filters,
 )
 from dpcompanion.reproduction.papers.idp_sgd.accounts import bisected_noise_multiplier, table_7
-from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import ahead, table_2, table_3, text_trial, texts
+from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import (
+    ahead,
+    table_2,
+    table_3,
+    text_trial,
+    texts,
+)
 from dpcompanion.reproduction.papers.idp_sgd.beyond_the_paper import BEYOND, audit, beyond
 from dpcompanion.reproduction.papers.idp_sgd.classes import level_budgets, search_cost
 from dpcompanion.reproduction.papers.idp_sgd.exact_filters import Promised, Table4, Watched
-from dpcompanion.reproduction.papers.idp_sgd.many_groups import Baselines, exclude, in_sequence, table_9, table_14
-from dpcompanion.reproduction.papers.idp_sgd.membership import RATES, attack_values, attacked, curves, memberships
+from dpcompanion.reproduction.papers.idp_sgd.many_groups import (
+    Baselines,
+    exclude,
+    in_sequence,
+    table_9,
+    table_14,
+)
+from dpcompanion.reproduction.papers.idp_sgd.membership import (
+    RATES,
+    attack_values,
+    attacked,
+    curves,
+    memberships,
+)
 from dpcompanion.reproduction.papers.idp_sgd.pate_students import softmax_regressions, table_13
-from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS, TABLE_5, Accounts, Training
+from dpcompanion.reproduction.papers.idp_sgd.settings import (
+    BUDGETS,
+    GROUPS,
+    TABLE_5,
+    Accounts,
+    Training,
+)
 from dpcompanion.reproduction.papers.idp_sgd.side_by_side import train_all
 from dpcompanion.reproduction.papers.idp_sgd.training import (
     CIFAR10,

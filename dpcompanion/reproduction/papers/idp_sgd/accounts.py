@@ -14,7 +14,13 @@ from dpcompanion import idp
 from dpcompanion.accounting import compute_epsilon, find_noise_multiplier, find_sample_rate
 from dpcompanion.reproduction import intervals, published
 from dpcompanion.reproduction.experiments import experiment, finding
-from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS, TABLE_5, Accounts, Training
+from dpcompanion.reproduction.papers.idp_sgd.settings import (
+    BUDGETS,
+    GROUPS,
+    TABLE_5,
+    Accounts,
+    Training,
+)
 from dpcompanion.reproduction.papers.idp_sgd.training import (
     CIFAR10,
     MNIST_5K,
@@ -28,16 +34,23 @@ from dpcompanion.reproduction.papers.idp_sgd.training import (
 from dpcompanion.training import cross_entropy, train
 
 
-def bisected_noise_multiplier(*, target_epsilon, target_delta, sample_rate, steps, epsilon_tolerance):
+def bisected_noise_multiplier(
+    *, target_epsilon, target_delta, sample_rate, steps, epsilon_tolerance
+):
     """The noise multiplier as the paper's code searches it (its algorithm 5, after Opacus).
 
-    Double sigma from 10 until the budget holds, then bisect [0, sigma] until epsilon is within the tolerance below
-    its target.  It returns a point of a dyadic grid, with up to the tolerance of the budget left unspent.
+    Double sigma from 10 until the budget holds, then bisect [0, sigma] until epsilon is within the
+    tolerance below its target. It returns a point of a dyadic grid, with up to the tolerance of the
+    budget left unspent.
     """
 
     def epsilon(sigma):
         return compute_epsilon(
-            sample_rate=sample_rate, noise_multiplier=sigma, steps=steps, delta=target_delta, accountant="rdp"
+            sample_rate=sample_rate,
+            noise_multiplier=sigma,
+            steps=steps,
+            delta=target_delta,
+            accountant="rdp",
         )
 
     low, high, reached = 0.0, 10.0, math.inf
@@ -56,8 +69,9 @@ def bisected_noise_multiplier(*, target_epsilon, target_delta, sample_rate, step
 
 @experiment("idp-sgd/table-5", quick=Accounts(), paper=Accounts())
 def table_5(config, run):
-    """The noise multiplier of eps 1: `sigma` calibrated tightly, `sigma_bisected` by the paper's own search,
-    `sigma_B_over_N` at the sample rate and steps that the table seems to print."""
+    """The noise multiplier of eps 1: `sigma` calibrated tightly, `sigma_bisected` by the paper's
+    own search, `sigma_B_over_N` at the sample rate and steps that the table seems to print.
+    """
     target = {"target_epsilon": config.budgets[0], "target_delta": config.delta}
     values = {}
     for name, training in config.training.items():
@@ -71,7 +85,9 @@ def table_5(config, run):
         values[f"{name}.sigma_bisected"] = bisected_noise_multiplier(
             **target, **run_of, epsilon_tolerance=config.epsilon_tolerance
         )
-        values[f"{name}.sigma_B_over_N"] = find_noise_multiplier(**target, **plain, accountant="rdp")
+        values[f"{name}.sigma_B_over_N"] = find_noise_multiplier(
+            **target, **plain, accountant="rdp"
+        )
     return values
 
 
@@ -79,8 +95,9 @@ def table_5(config, run):
 def table_7(config, run):
     """Parameters of Scale and Sample for each data set and each distribution of groups.
 
-    Besides the printed names: `sigma_p_30_epochs` and `c_p_30_epochs` for MNIST, and `sigma_scale_arithmetic`, which
-    explain the printed numbers that do not belong to the row that they stand in.
+    Besides the printed names: `sigma_p_30_epochs` and `c_p_30_epochs` for MNIST, and
+    `sigma_scale_arithmetic`, which explain the printed numbers that do not belong to the row that
+    they stand in.
     """
     values = {}
     for name, training in config.training.items():
@@ -95,7 +112,9 @@ def table_7(config, run):
         values[f"{name}.q"] = training.sample_rate
         for setup, shares in config.groups.items():
             row = f"{name}.{setup}"
-            scale = idp.scale_parameters(config.budgets, shares, max_grad_norm=training.clip, **run_of)
+            scale = idp.scale_parameters(
+                config.budgets, shares, max_grad_norm=training.clip, **run_of
+            )
             sample = idp.sample_parameters(config.budgets, shares, **run_of)
             values[f"{row}.sigma_scale"] = scale.noise_multiplier
             values[f"{row}.sigma_p"] = scale.noise_multipliers
@@ -108,7 +127,10 @@ def table_7(config, run):
             if name == "mnist":
                 short = dataclasses.replace(training, epochs=30)
                 found = idp.scale_parameters(
-                    config.budgets, shares, max_grad_norm=short.clip, **{**run_of, "steps": short.steps}
+                    config.budgets,
+                    shares,
+                    max_grad_norm=short.clip,
+                    **{**run_of, "steps": short.steps},
                 )
                 values[f"{row}.sigma_p_30_epochs"] = found.noise_multipliers
                 values[f"{row}.c_p_30_epochs"] = found.max_grad_norms
@@ -117,9 +139,11 @@ def table_7(config, run):
 
 @experiment("idp-sgd/table-6", quick=Accounts(), paper=Accounts())
 def table_6(config, run):
-    """The noise multiplier of every row, as what it is: that of Sample, or the pooled one of Scale, not that of eps 1.
+    """The noise multiplier of every row, as what it is: that of Sample, or the pooled one of Scale,
+    not that of eps 1.
 
-    Besides: `sigma_of_eps_1`, what the column is said to hold.  In the MNIST rows that is what it does hold.
+    Besides: `sigma_of_eps_1`, what the column is said to hold. In the MNIST rows that is what it
+    does hold.
     """
     values = {}
     for name, training in config.training.items():
@@ -127,7 +151,10 @@ def table_6(config, run):
             for setup, shares in config.groups.items():
                 row = published.exhibit("idp-sgd/table-6").numbers[name][f"{method}_{setup}"]
                 tuned = dataclasses.replace(
-                    training, batch=int(row["batch"]), epochs=int(row["epochs"]), clip=float(row["clip"])
+                    training,
+                    batch=int(row["batch"]),
+                    epochs=int(row["epochs"]),
+                    clip=float(row["clip"]),
                 )
                 noise, _, _ = parameters(method, config.budgets, shares, tuned, config.delta)
                 strictest, _, _ = parameters("dpsgd", config.budgets, shares, tuned, config.delta)
@@ -141,7 +168,9 @@ def table_6(config, run):
 
 @experiment("idp-sgd/figure-4", quick=Accounts(), paper=Accounts())
 def figure_4(config, run):
-    """What each group has spent after every fourth epoch on MNIST (B): `sample` and `scale`, (groups, epochs)."""
+    """What each group has spent after every fourth epoch on MNIST (B): `sample` and `scale`,
+    (groups, epochs).
+    """
     training, shares = config.training["mnist"], config.groups["B"]
     epochs = list(range(4, training.epochs + 1, 4))
     values: dict[str, Any] = {"epochs": epochs}
@@ -164,7 +193,10 @@ def figure_4(config, run):
     return values
 
 
-@finding("idp-sgd/figure-4", "at the last step every group has spent its budget, to within 0.1%, and none more")
+@finding(
+    "idp-sgd/figure-4",
+    "at the last step every group has spent its budget, to within 0.1%, and none more",
+)
 def spent_together(record):
     for method in ("sample", "scale"):
         ends = [spent[-1] for spent in record.values[method]]
@@ -175,8 +207,9 @@ def spent_together(record):
 
 @dataclasses.dataclass(frozen=True)
 class Searches:
-    """Table 15: how many groups, with budgets spread evenly over [1, 3], in the setting of CIFAR-10; and whether to
-    search them one after another, too, as the paper does."""
+    """Table 15: how many groups, with budgets spread evenly over [1, 3], in the setting of
+    CIFAR-10; and whether to search them one after another, too, as the paper does.
+    """
 
     groups: tuple = (2, 8, 32, 128)
     one_by_one: bool = False
@@ -185,7 +218,9 @@ class Searches:
 
 
 def _one_by_one(budgets, noise, run_of):
-    """Processor seconds for every group's parameter on its own: (rates at a common noise, noise multipliers)."""
+    """Processor seconds for every group's parameter on its own: (rates at a common noise, noise
+    multipliers).
+    """
     started = time.process_time()
     for budget in budgets:
         wanted = {key: value for key, value in run_of.items() if key != "sample_rate"}
@@ -198,8 +233,9 @@ def _one_by_one(budgets, noise, run_of):
 
 @experiment("idp-sgd/table-15", quick=Searches(), paper=Searches(one_by_one=True))
 def table_15(config, run):
-    """Seconds to find the parameters by RDP, as the paper does, to the finer of its two precisions; `one_by_one` those
-    of a search for each group (of Sample: of one round of its outer search)."""
+    """Seconds to find the parameters by RDP, as the paper does, to the finer of its two precisions;
+    `one_by_one` those of a search for each group (of Sample: of one round of its outer search).
+    """
     values = {}
     run_of = {
         "target_delta": config.delta,
@@ -223,32 +259,49 @@ def table_15(config, run):
     return values
 
 
-@finding("idp-sgd/table-15", "searched one after another, twice the groups take 1.6 to 2.4 times as long")
+@finding(
+    "idp-sgd/table-15", "searched one after another, twice the groups take 1.6 to 2.4 times as long"
+)
 def grows_linearly(record):
     groups = record.config["groups"]
     for method in ("sample", "scale") if record.config.get("one_by_one") else ():
         seconds = [record.values[f"one_by_one.groups_{number}.{method}"] for number in groups]
         line: Any = stats.linregress(np.log2(groups), np.log2(seconds))
         reach = stats.t.ppf(0.975, len(groups) - 2) * line.stderr
-        slope = intervals.Interval(*(2.0**power for power in (line.slope, line.slope - reach, line.slope + reach)))
-        yield method.capitalize(), f"{slope:.2f} times", intervals.every(slope.at_least(1.6), slope.at_most(2.4))
+        slope = intervals.Interval(
+            *(2.0**power for power in (line.slope, line.slope - reach, line.slope + reach))
+        )
+        yield (
+            method.capitalize(),
+            f"{slope:.2f} times",
+            intervals.every(slope.at_least(1.6), slope.at_most(2.4)),
+        )
 
 
-@finding("idp-sgd/table-15", "time grows less than the number of groups, which are searched at once", kind="own")
+@finding(
+    "idp-sgd/table-15",
+    "time grows less than the number of groups, which are searched at once",
+    kind="own",
+)
 def searched_at_once(record):
     groups = record.config["groups"]
     for method in ("sample", "scale"):
         few, many = (
-            intervals.timed(record.values[f"precision_1e-4.groups_{n}.{method}"]) for n in (groups[0], groups[-1])
+            intervals.timed(record.values[f"precision_1e-4.groups_{n}.{method}"])
+            for n in (groups[0], groups[-1])
         )
         longer = many / few
-        ours = f"{groups[-1] // groups[0]} times the groups take {longer.estimate:.1f} times as long"
+        ours = (
+            f"{groups[-1] // groups[0]} times the groups take {longer.estimate:.1f} times as long"
+        )
         yield method.capitalize(), ours, longer.below(groups[-1] / groups[0])
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Table 16: how many steps of each method are timed in a turn, and how often they take turns."""
+    """Table 16: how many steps of each method are timed in a turn, and how often they take
+    turns.
+    """
 
     task: Task
     steps: int
@@ -260,33 +313,53 @@ class Steps:
 
 @experiment("idp-sgd/table-16", quick=Steps(MNIST_5K, 6, rounds=2), paper=Steps(CIFAR10, 20))
 def table_16(config, run):
-    """Milliseconds of a step of DP-SGD, Sample and Scale with the paper's network, and the times of the two beside
-    DP-SGD's in the same turn: of the processor, or on a GPU by the clock."""
+    """Milliseconds of a step of DP-SGD, Sample and Scale with the paper's network, and the times of
+    the two beside DP-SGD's in the same turn: of the processor, or on a GPU by the clock.
+    """
     task, found = config.task, problem(config.task, run)
     groups = assign(len(found.labels), config.groups, 0)
     clock = time.process_time if run.device.type == "cpu" else time.perf_counter
     turns: dict[str, list] = {method: [] for method in ("dpsgd", "sample", "scale")}
-    plans = {method: plan_of(method, groups, config.budgets, task.training, delta=config.delta) for method in turns}
+    plans = {
+        method: plan_of(method, groups, config.budgets, task.training, delta=config.delta)
+        for method in turns
+    }
 
     def milliseconds(plan, steps):
         model, plan = network(task, 0).to(run.device), dataclasses.replace(plan, steps=steps)
         optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate)
         started = clock()
-        train(model, cross_entropy, (found.features, found.labels), plan, optimizer=optimizer, seed=0, progress=False)
+        train(
+            model,
+            cross_entropy,
+            (found.features, found.labels),
+            plan,
+            optimizer=optimizer,
+            seed=0,
+            progress=False,
+        )
         return 1000 * (clock() - started) / steps
 
     milliseconds(plans["dpsgd"], 1)  # the first of all has more to do
     for _ in range(config.rounds):
         for method, plan in plans.items():
             turns[method].append(milliseconds(plan, config.steps))
-    values: dict[str, Any] = {f"{task.data}.{method}": statistics.median(times) for method, times in turns.items()}
+    values: dict[str, Any] = {
+        f"{task.data}.{method}": statistics.median(times) for method, times in turns.items()
+    }
     for method in ("sample", "scale"):
-        values[f"{task.data}.{method}.over_dpsgd"] = [own / plain for own, plain in zip(turns[method], turns["dpsgd"])]
+        values[f"{task.data}.{method}.over_dpsgd"] = [
+            own / plain for own, plain in zip(turns[method], turns["dpsgd"])
+        ]
     return values
 
 
-@finding("idp-sgd/table-16", "a step of Sample or of Scale takes at most 5% longer than one of DP-SGD")
+@finding(
+    "idp-sgd/table-16", "a step of Sample or of Scale takes at most 5% longer than one of DP-SGD"
+)
 def as_fast(record):
     for method in ("sample", "scale"):
-        longer = intervals.mean(record.values[f"{record.config['task']['data']}.{method}.over_dpsgd"])
+        longer = intervals.mean(
+            record.values[f"{record.config['task']['data']}.{method}.over_dpsgd"]
+        )
         yield method.capitalize(), f"{longer.estimate:.3f} times as long", longer.below(1.05)

@@ -34,7 +34,9 @@ _PAPER_TRIALS = Accuracies(MNIST, seeds=(0, 1, 2), larger={"svhn": SVHN, "cifar1
 
 
 @experiment(
-    "idp-sgd/table-2", paper=_PAPER_TRIALS, quick=Accuracies(DIGITS, seeds=tuple(range(4)), look=1, group_look=2)
+    "idp-sgd/table-2",
+    paper=_PAPER_TRIALS,
+    quick=Accuracies(DIGITS, seeds=tuple(range(4)), look=1, group_look=2),
 )
 def table_2(config, run):
     """Accuracy of DP-SGD, Sample and Scale, with the curves of figure 1.
@@ -46,13 +48,16 @@ def table_2(config, run):
 
 @experiment("idp-sgd/table-8", paper=_PAPER_TRIALS)
 def table_8(config, run):
-    """Table 2 with the hyperparameters of table 5 for every method: on MNIST these are the same runs."""
+    """Table 2 with the hyperparameters of table 5 for every method: on MNIST these are the same
+    runs.
+    """
     return with_larger(config, run, lambda task, kind: task)
 
 
 def ahead(record, one, other):
-    """How far the kind `one` is ahead of the `other`, in points: the mean difference over the seeds, which both
-    share, and half the width of its 95% interval."""
+    """How far the kind `one` is ahead of the `other`, in points: the mean difference over the
+    seeds, which both share, and half the width of its 95% interval.
+    """
     gain = gain_of(record, one, other)
     return gain.estimate, gain.high - gain.estimate
 
@@ -63,11 +68,15 @@ def gain_of(record, one, other):
 
 
 def _on(record):
-    """What a run on CIFAR-10 puts before the names of its methods, which stand beside those of runs on MNIST."""
+    """What a run on CIFAR-10 puts before the names of its methods, which stand beside those of runs
+    on MNIST.
+    """
     return "CIFAR-10, " if record.config.get("task", {}).get("data") == "cifar10" else ""
 
 
-_AHEAD = "ahead of DP-SGD at the smallest budget: the 95% interval of the paired difference lies above 0"
+_AHEAD = (
+    "ahead of DP-SGD at the smallest budget: the 95% interval of the paired difference lies above 0"
+)
 
 
 @finding("idp-sgd/table-2", _AHEAD)
@@ -82,35 +91,49 @@ def ahead_of_dpsgd(record):
             yield f"{_on(record)}{kind}", f"{gain:+.1f}", gain.above(0)
 
 
-@finding("idp-sgd/figure-1", "ends between DP-SGD at 1 and at 3, nearer to 3", of="idp-sgd/table-8-cifar10-b")
+@finding(
+    "idp-sgd/figure-1",
+    "ends between DP-SGD at 1 and at 3, nearer to 3",
+    of="idp-sgd/table-8-cifar10-b",
+)
 @finding("idp-sgd/figure-1", "ends between DP-SGD at 1 and at 3, nearer to 3", of="idp-sgd/table-2")
 def between_the_two(record):
     if {"dpsgd", "loosest"} <= set(record.config["kinds"]):
         low, high = (np.array(record.values[f"{kind}.final"]) for kind in ("dpsgd", "loosest"))
         for kind in record.config["kinds"]:
             if kind.endswith((".sample", ".scale")):
-                # Ahead of the middle and not ahead of the top: differences, since a share of a small gap has no mean.
+                # Ahead of the middle and not ahead of the top: differences, since a share of a
+                # small gap has no mean.
                 middle = intervals.difference(record.values[f"{kind}.final"], (low + high) / 2)
                 top = intervals.difference(record.values[f"{kind}.final"], high)
                 share = (np.mean(record.values[f"{kind}.final"]) - low.mean()) / (high - low).mean()
                 yield (
                     f"{_on(record)}{kind}",
-                    f"{share:.0%} of the way; past the middle by {middle:+.1f}, of the end by {top:+.1f}",
+                    f"{share:.0%} of the way; past the middle by {middle:+.1f}, of the end by "
+                    f"{top:+.1f}",
                     intervals.every(middle.above(0), top.at_most(0)),
                 )
 
 
 @finding(
     "idp-sgd/table-d7",
-    "the strictest group's own loss ends lowest with Sample and Scale, then DP-SGD on all, then DP-SGD on it alone",
+    "the strictest group's own loss ends lowest with Sample and Scale, then DP-SGD on all, then "
+    "DP-SGD on it alone",
     of="idp-sgd/table-2",
 )
 def strictest_gain(record):
     kinds = ("B.sample", "B.scale", "dpsgd", "B.alone")
     if set(kinds) <= set(record.config["kinds"]):
         sample, scale, dpsgd, alone = (record.values[f"{kind}.group_loss"][-1] for kind in kinds)
-        steps = [intervals.unpaired(*pair).above(0) for pair in ((dpsgd, sample), (dpsgd, scale), (alone, dpsgd))]
-        yield ("B", ", ".join(f"{one.mean:.2f}" for one in (sample, scale, dpsgd, alone)), intervals.every(*steps))
+        steps = [
+            intervals.unpaired(*pair).above(0)
+            for pair in ((dpsgd, sample), (dpsgd, scale), (alone, dpsgd))
+        ]
+        yield (
+            "B",
+            ", ".join(f"{one.mean:.2f}" for one in (sample, scale, dpsgd, alone)),
+            intervals.every(*steps),
+        )
 
 
 _D7 = {"sample": "B.sample", "scale": "B.scale", "dpsgd_54": "B.alone", "dpsgd_100": "dpsgd"}
@@ -123,14 +146,18 @@ def table_d7(config, run):
     done = trials(config, run)
     for name, each in ((name, done[kind]) for name, kind in _D7.items() if kind in done):
         for quantity in ("loss", "accuracy"):
-            for epoch, looks in zip(each[0]["group_epochs"], zip(*(one[f"group_{quantity}"] for one in each))):
+            for epoch, looks in zip(
+                each[0]["group_epochs"], zip(*(one[f"group_{quantity}"] for one in each))
+            ):
                 values[f"{quantity}.epoch_{epoch}.{name}"] = mean_and_sd(looks)
     return values
 
 
 @dataclasses.dataclass(frozen=True)
 class TextTask(Task):
-    """A task on texts: how many tokens are read, torch's optimizer, and the budgets of the groups."""
+    """A task on texts: how many tokens are read, torch's optimizer, and the budgets of the
+    groups.
+    """
 
     length: int = 20
     optimizer: str = "SGD"
@@ -158,14 +185,25 @@ def texts(task, run):
 
 
 def text_trial(task, found, kind, seed, config, run):
-    """Test accuracy after each epoch of one run.  Runs of one seed share groups, first weights and random streams."""
+    """Test accuracy after each epoch of one run. Runs of one seed share groups, first weights and
+    random streams.
+    """
     plan = plan_of(
-        kind, assign(len(found.labels), config.groups, seed), task.budgets, task.training, delta=config.delta
+        kind,
+        assign(len(found.labels), config.groups, seed),
+        task.budgets,
+        task.training,
+        delta=config.delta,
     )
     model = network(task, seed).to(run.device)
     options = {"momentum": task.momentum} if task.optimizer == "SGD" else {}
-    optimizer = getattr(torch.optim, task.optimizer)(model.parameters(), lr=task.learning_rate, **options)
-    test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
+    optimizer = getattr(torch.optim, task.optimizer)(
+        model.parameters(), lr=task.learning_rate, **options
+    )
+    test_features, test_labels = (
+        found.test_features.to(run.device),
+        found.test_labels.to(run.device),
+    )
     history = train(
         model,
         cross_entropy,
@@ -174,7 +212,9 @@ def text_trial(task, found, kind, seed, config, run):
         optimizer=optimizer,
         seed=seed,
         callbacks=Callbacks(
-            on_epoch=lambda _: {"accuracy": float(accuracy(predictions(model, test_features), test_labels))}
+            on_epoch=lambda _: {
+                "accuracy": float(accuracy(predictions(model, test_features), test_labels))
+            }
         ),
         progress=False,
     )
@@ -185,23 +225,34 @@ def text_trial(task, found, kind, seed, config, run):
     "idp-sgd/table-3",
     paper=Texts(
         {
-            "charrnn_surnames": TextTask("surnames", "char_rnn", Training(16_038, 256, 4, 1.0), 2.0, 0.0, 14),
+            "charrnn_surnames": TextTask(
+                "surnames", "char_rnn", Training(16_038, 256, 4, 1.0), 2.0, 0.0, 14
+            ),
             "embedding_imdb": TextTask(
-                "imdb", "word_mean", Training(25_000, 512, 10, 1.0), 0.02, 0.0, 256, "Adam", (5.0, 7.5, 10.0)
+                "imdb",
+                "word_mean",
+                Training(25_000, 512, 10, 1.0),
+                0.02,
+                0.0,
+                256,
+                "Adam",
+                (5.0, 7.5, 10.0),
             ),
         }
     ),
 )
 def table_3(config, run):
-    """The character RNN on surnames and the embedding model on IMDB, at the paper's budgets and distribution A.
+    """The character RNN on surnames and the embedding model on IMDB, at the paper's budgets and
+    distribution A.
 
-    The paper prints no hyperparameters for this table.  Ours are those of Opacus's examples for the two tasks, the same
-    for all methods, but for a shorter clip norm, smaller batches and only four epochs with the names, chosen by a few
-    runs of DP-SGD with seed 0 so that a trial takes a minute or two, and larger batches with the reviews.  A first
-    setting for the names (batches of 800, six epochs) was given up when DP-SGD was at 61.1 and Sample at 60.3
-    with seed 0.  Names are cut to their last 14 tokens, which cuts one in a hundred.  Words are hashed to 30,000
-    numbers, since a vocabulary of private reviews is not public.  `<row>.majority` is the accuracy of naming the
-    most common class.
+    The paper prints no hyperparameters for this table. Ours are those of Opacus's examples for the
+    two tasks, the same for all methods, but for a shorter clip norm, smaller batches and only four
+    epochs with the names, chosen by a few runs of DP-SGD with seed 0 so that a trial takes a minute
+    or two, and larger batches with the reviews. A first setting for the names (batches of 800, six
+    epochs) was given up when DP-SGD was at 61.1 and Sample at 60.3 with seed 0. Names are cut to
+    their last 14 tokens, which cuts one in a hundred. Words are hashed to 30,000 numbers, since a
+    vocabulary of private reviews is not public. `<row>.majority` is the accuracy of naming the most
+    common class.
     """
     problems = {row: texts(task, run) for row, task in config.rows.items()}
     pieces = {
@@ -217,19 +268,32 @@ def table_3(config, run):
 
     done, values = run.pieces(work, pieces, label="trials"), {}
     for row, found in problems.items():
-        values[f"{row}.majority"] = 100 * float(torch.bincount(found.test_labels).max()) / len(found.test_labels)
+        values[f"{row}.majority"] = (
+            100 * float(torch.bincount(found.test_labels).max()) / len(found.test_labels)
+        )
         for kind in config.kinds:
             each = [done[f"{row}.{kind}.seed-{seed}"] for seed in config.seeds]
             values[f"{row}.{kind}"] = mean_and_sd(one["accuracy"][-1] for one in each)
             values[f"{row}.{kind}.final"] = [one["accuracy"][-1] for one in each]
-            values[f"{row}.{kind}.accuracy"] = [mean_and_sd(looks) for looks in zip(*(one["accuracy"] for one in each))]
+            values[f"{row}.{kind}.accuracy"] = [
+                mean_and_sd(looks) for looks in zip(*(one["accuracy"] for one in each))
+            ]
             values[f"{row}.{kind}.dropped"] = sum(one["dropped"] for one in each)
     return values
 
 
-@finding("idp-sgd/table-3", "Sample and Scale are ahead of DP-SGD: each 95% interval of the paired difference above 0")
+@finding(
+    "idp-sgd/table-3",
+    "Sample and Scale are ahead of DP-SGD: each 95% interval of the paired difference above 0",
+)
 def ahead_on_texts(record):
     for row in record.config["rows"]:
-        gains = [gain_of(record, f"{row}.{method}", f"{row}.dpsgd") for method in ("sample", "scale")]
+        gains = [
+            gain_of(record, f"{row}.{method}", f"{row}.dpsgd") for method in ("sample", "scale")
+        ]
         name = {"charrnn_surnames": "RNN, surnames", "embedding_imdb": "Embedding, IMDB"}[row]
-        yield name, ", ".join(f"{gain:+.1f}" for gain in gains), intervals.every(*(gain.above(0) for gain in gains))
+        yield (
+            name,
+            ", ".join(f"{gain:+.1f}" for gain in gains),
+            intervals.every(*(gain.above(0) for gain in gains)),
+        )

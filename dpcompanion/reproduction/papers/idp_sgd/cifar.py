@@ -1,13 +1,14 @@
 """Tables 2, 8 and 10 on CIFAR-10: the paper's own network and budgets, one trial a piece.
 
-With all of the paper's epochs a trial is 1.5 to 3.5 million per-example gradients, hours on one core.  So each is a
-piece of its own that any process, or any machine that shares the data folder, may take; within a trial the run is kept
-after every epoch.  The ways forward and back are in bfloat16, norms, clipping and sums in float32
-(`dpcompanion.gradients.clipping`), which takes nothing from the guarantee.
+With all of the paper's epochs a trial is 1.5 to 3.5 million per-example gradients, hours on one
+core. So each is a piece of its own that any process, or any machine that shares the data folder,
+may take; within a trial the run is kept after every epoch. The ways forward and back are in
+bfloat16, norms, clipping and sums in float32 (`dpcompanion.gradients.clipping`), which takes
+nothing from the guarantee.
 
-Of table 10 there is a part with 5 of the 30 epochs, and the noise that makes them cost the same budgets: a quarter of
-an hour of a core for each trial.  Table 8 has no such part: in so few epochs clipping limits what is learned and noise
-does not, and DP-SGD ends the same at epsilon 1 and at 3.
+Of table 10 there is a part with 5 of the 30 epochs, and the noise that makes them cost the same
+budgets: a quarter of an hour of a core for each trial. Table 8 has no such part: in so few epochs
+clipping limits what is learned and noise does not, and DP-SGD ends the same at epsilon 1 and at 3.
 """
 
 import dataclasses
@@ -36,11 +37,11 @@ from dpcompanion.training import Callbacks, Checkpoint, cross_entropy, train
 
 @dataclasses.dataclass(frozen=True)
 class Cifar(Trials):
-    """`Trials` whose methods have hyperparameters of their own if `tuned`, in the given precision, `together` examples
-    in one pass: few stay in a processor's cache.
+    """`Trials` whose methods have hyperparameters of their own if `tuned`, in the given precision,
+    `together` examples in one pass: few stay in a processor's cache.
 
-    Further kinds: "same", DP-SGD at the budget `rest`, and "class-3.lower", Sample with that level's budget for class 3
-    and `rest` for all others.
+    Further kinds: "same", DP-SGD at the budget `rest`, and "class-3.lower", Sample with that
+    level's budget for class 3 and `rest` for all others.
     """
 
     tuned: bool = False
@@ -51,8 +52,9 @@ class Cifar(Trials):
 
 
 def assignment(config, kind, labels, seed):
-    """Method, each example's group, the groups' budgets and whose accuracy is looked at, those with the strictest one:
-    of the kinds of `Trials`, of "same" and of "class-3.lower"."""
+    """Method, each example's group, the groups' budgets and whose accuracy is looked at, those with
+    the strictest one: of the kinds of `Trials`, of "same" and of "class-3.lower".
+    """
     setup, _, method = kind.rpartition(".")
     if setup.startswith("class-"):
         groups = (labels == int(setup[-1])).long()
@@ -66,13 +68,20 @@ def assignment(config, kind, labels, seed):
 
 
 def kept_trial(config, task, kind, seed, run):
-    """What `training.trial` returns, of a run that goes on from its last whole epoch if it was cut off."""
+    """What `training.trial` returns, of a run that goes on from its last whole epoch if it was cut
+    off.
+    """
     found = problem(config.task, run)
     method, groups, budgets, strictest = assignment(config, kind, found.labels, seed)
     plan = plan_of(method, groups, budgets, task.training, delta=config.delta)
     model = network(task, seed).to(run.device)
-    test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
-    own_features, own_labels = (part[strictest].to(run.device) for part in (found.features, found.labels))
+    test_features, test_labels = (
+        found.test_features.to(run.device),
+        found.test_labels.to(run.device),
+    )
+    own_features, own_labels = (
+        part[strictest].to(run.device) for part in (found.features, found.labels)
+    )
 
     def look(run_now):
         seen, epoch = {}, run_now.step // math.ceil(task.training.examples / task.training.batch)
@@ -92,7 +101,9 @@ def kept_trial(config, task, kind, seed, run):
         plan,
         seed=seed,
         precision=config.precision,
-        optimizer=torch.optim.SGD(model.parameters(), lr=task.learning_rate, momentum=task.momentum),
+        optimizer=torch.optim.SGD(
+            model.parameters(), lr=task.learning_rate, momentum=task.momentum
+        ),
         microbatch_size=config.together,
         callbacks=Callbacks(on_epoch=look),
         checkpoint=state and Checkpoint(state),
@@ -116,9 +127,13 @@ def kept_trial(config, task, kind, seed, run):
 
 
 def kept_trials(config, run):
-    """{kind: [what `kept_trial` returns for each seed]}, each kept in the data folder for whatever shares it."""
+    """{kind: [what `kept_trial` returns for each seed]}, each kept in the data folder for whatever
+    shares it.
+    """
     problem(config.task, run)
-    tasks = {kind: tuned(config.task, kind) if config.tuned else config.task for kind in config.kinds}
+    tasks = {
+        kind: tuned(config.task, kind) if config.tuned else config.task for kind in config.kinds
+    }
     names = {
         (kind, seed): f"{kind}{'' if tasks[kind] == config.task else '.tuned'}.seed-{seed}"
         for seed in config.seeds
@@ -143,7 +158,14 @@ def kept_trials(config, run):
         return kept_trial(config, tasks[kind], kind, seed, run)
 
     examples = sum(tasks[kind].training.epochs * tasks[kind].training.examples for kind, _ in names)
-    done = run.keep(work, asked, config=key, seconds=examples / 300, under=f"trials/{config.task.data}", label="trials")
+    done = run.keep(
+        work,
+        asked,
+        config=key,
+        seconds=examples / 300,
+        under=f"trials/{config.task.data}",
+        label="trials",
+    )
     return {kind: [done[names[kind, seed]] for seed in config.seeds] for kind in config.kinds}
 
 
@@ -154,9 +176,11 @@ _B = dataclasses.replace(_A, kinds=("dpsgd", "loosest", "B.sample", "B.scale"))
 @experiment("idp-sgd/table-8-cifar10-a", paper=_A)
 @experiment("idp-sgd/table-8-cifar10-b", paper=_B)
 def table_8_cifar10(config, run):
-    """DP-SGD at 1, Sample and Scale, all with the hyperparameters of table 5; B has DP-SGD at 3 as well, of figure 1.
+    """DP-SGD at 1, Sample and Scale, all with the hyperparameters of table 5; B has DP-SGD at 3 as
+    well, of figure 1.
 
-    Each distribution of budgets is a run of its own, since each takes hours; DP-SGD is trained once for both.
+    Each distribution of budgets is a run of its own, since each takes hours; DP-SGD is trained once
+    for both.
     """
     return accuracies(config, kept_trials(config, run))
 
@@ -165,9 +189,14 @@ _TUNED = dataclasses.replace(_A, tuned=True)
 
 
 @experiment("idp-sgd/table-2-cifar10-a", paper=_TUNED)
-@experiment("idp-sgd/table-2-cifar10-b", paper=dataclasses.replace(_TUNED, kinds=("dpsgd", "B.sample", "B.scale")))
+@experiment(
+    "idp-sgd/table-2-cifar10-b",
+    paper=dataclasses.replace(_TUNED, kinds=("dpsgd", "B.sample", "B.scale")),
+)
 def table_2_cifar10(config, run):
-    """The same with the hyperparameters that table 6 has for each method; DP-SGD is that of table 8."""
+    """The same with the hyperparameters that table 6 has for each method; DP-SGD is that of table
+    8.
+    """
     return accuracies(config, kept_trials(config, run))
 
 
@@ -186,10 +215,14 @@ def _classes(outcomes):
 
 @experiment(
     "idp-sgd/table-10-short",
-    paper=Cifar(_SHORT, ("same", "class-3.lower", "class-3.higher"), seeds=(0,), look=1, group_look=5),
+    paper=Cifar(
+        _SHORT, ("same", "class-3.lower", "class-3.higher"), seeds=(0,), look=1, group_look=5
+    ),
 )
 def table_10_short(config, run):
-    """Table 10 for some classes: accuracy of the class with another budget, and of the other nine."""
+    """Table 10 for some classes: accuracy of the class with another budget, and of the other
+    nine.
+    """
     done = kept_trials(config, run)
     same, values = _classes(done.pop("same")), {}
     for kind, each in done.items():
@@ -202,12 +235,15 @@ def table_10_short(config, run):
 
 @finding(
     "idp-sgd/table-10",
-    "a class with a higher budget gains and the other nine lose, with a lower budget it loses and they gain",
+    "a class with a higher budget gains and the other nine lose, with a lower budget it loses and "
+    "they gain",
     of="idp-sgd/table-10-short",
 )
 def budgets_move_classes(record):
     for level in ("higher", "lower"):
-        for c in [key.partition(".")[0] for key in record.values if key.endswith(f".class.{level}")]:
+        for c in [
+            key.partition(".")[0] for key in record.values if key.endswith(f".class.{level}")
+        ]:
             own, others = (
                 [_share(record.values[f"{c}.{whose}.{name}"][0], n) for name in (level, "same")]
                 for whose, n in (("class", 1000), ("others", 9000))
@@ -226,22 +262,28 @@ class Precisions:
     """The same run in each of some precisions."""
 
     trial: Cifar
-    precisions: dict = dataclasses.field(default_factory=lambda: {"float32": None, "bfloat16": "bf16"})
+    precisions: dict = dataclasses.field(
+        default_factory=lambda: {"float32": None, "bfloat16": "bf16"}
+    )
 
 
 _SHORTEST = dataclasses.replace(CIFAR10, training=dataclasses.replace(CIFAR10.training, epochs=3))
 
 
 @experiment(
-    "idp-sgd/table-8-precision", paper=Precisions(Cifar(_SHORTEST, ("same",), seeds=(0, 1, 2), look=1, group_look=5))
+    "idp-sgd/table-8-precision",
+    paper=Precisions(Cifar(_SHORTEST, ("same",), seeds=(0, 1, 2), look=1, group_look=5)),
 )
 def table_8_precision(config, run):
-    """Accuracy of DP-SGD over a few epochs, with the ways forward and back in float32 and in bfloat16: all else, first
-    weights, batches and noise, is the same."""
+    """Accuracy of DP-SGD over a few epochs, with the ways forward and back in float32 and in
+    bfloat16: all else, first weights, batches and noise, is the same.
+    """
     trial = config.trial
     (kind,) = trial.kinds
     problem(trial.task, run)
-    pieces = {f"{name}.seed-{seed}": (name, seed) for seed in trial.seeds for name in config.precisions}
+    pieces = {
+        f"{name}.seed-{seed}": (name, seed) for seed in trial.seeds for name in config.precisions
+    }
 
     def work(piece):
         name, seed = pieces[piece]
@@ -256,7 +298,12 @@ def table_8_precision(config, run):
     return values
 
 
-@finding("idp-sgd/table-8", "bfloat16 costs at most a point of accuracy", of="idp-sgd/table-8-precision", kind="own")
+@finding(
+    "idp-sgd/table-8",
+    "bfloat16 costs at most a point of accuracy",
+    of="idp-sgd/table-8-precision",
+    kind="own",
+)
 def bfloat16_is_precise_enough(record):
     full, half = (record.values[f"{name}.final"] for name in ("float32", "bfloat16"))
     cost = intervals.difference(full, half)

@@ -37,14 +37,21 @@ class Classes(Compared):
 
 
 def by_class(config, run):
-    """{(class, level): accuracy of every class, (seeds, classes)}, with the key (None, "same") for the same budget
-    for all."""
+    """{(class, level): accuracy of every class, (seeds, classes)}, with the key (None, "same") for
+    the same budget for all.
+    """
     labels = problem(config.task, run).labels
 
     def plan(kind, seed):
         own, _, level = kind.partition(".")
         if kind == "same":
-            return plan_of("dpsgd", torch.zeros_like(labels), (config.rest,), config.task.training, delta=config.delta)
+            return plan_of(
+                "dpsgd",
+                torch.zeros_like(labels),
+                (config.rest,),
+                config.task.training,
+                delta=config.delta,
+            )
         return plan_of(
             config.method,
             (labels == int(own)).long(),
@@ -56,24 +63,33 @@ def by_class(config, run):
     kinds = ("same", *(f"{c}.{level}" for c in range(10) for level in config.levels))
     outcomes = compared(dataclasses.replace(config, kinds=kinds), run, plan)
     return {
-        (None if kind == "same" else int(kind.partition(".")[0]), kind.rpartition(".")[2]): torch.tensor(
-            [one["classes"] for one in each]
-        )
+        (
+            None if kind == "same" else int(kind.partition(".")[0]),
+            kind.rpartition(".")[2],
+        ): torch.tensor([one["classes"] for one in each])
         for kind, each in outcomes.items()
     }
 
 
 @experiment(
-    "idp-sgd/figures-5-6", quick=Classes(DIGITS, seeds=tuple(range(2)), together=ALL), paper=Classes(MNIST, seeds=(0,))
+    "idp-sgd/figures-5-6",
+    quick=Classes(DIGITS, seeds=tuple(range(2)), together=ALL),
+    paper=Classes(MNIST, seeds=(0,)),
 )
 @experiment("idp-sgd/figures-5-6-short", paper=Classes(_SHORT, seeds=(0, 1)))
-@experiment("idp-sgd/figures-5-6-cifar10", paper=Classes(CIFAR10, seeds=tuple(range(10)), together=10))
+@experiment(
+    "idp-sgd/figures-5-6-cifar10", paper=Classes(CIFAR10, seeds=tuple(range(10)), together=10)
+)
 def figures_5_6(config, run):
-    """`changes.lower` and `changes.higher`: how far the accuracy of the class in the column moves when the class in
-    the row gets another budget, in points, mean over seeds (10 x 10)."""
+    """`changes.lower` and `changes.higher`: how far the accuracy of the class in the column moves
+    when the class in the row gets another budget, in points, mean over seeds (10 x 10).
+    """
     found = by_class(config, run)
     same = found.pop((None, "same"))
-    changes = {level: torch.stack([(found[c, level] - same).mean(0) for c in range(10)]) for level in config.levels}
+    changes = {
+        level: torch.stack([(found[c, level] - same).mean(0) for c in range(10)])
+        for level in config.levels
+    }
     values = {"same": same.mean(0)}
     for level, change in changes.items():
         own, others = change.diagonal(), (change.sum(1) - change.diagonal()) / 9
@@ -81,7 +97,10 @@ def figures_5_6(config, run):
     return values, {f"changes.{level}": change.numpy() for level, change in changes.items()}
 
 
-_MOVES = "with a higher budget the class itself gains, with a lower one it loses: on average, and most of the classes"
+_MOVES = (
+    "with a higher budget the class itself gains, with a lower one it loses: on average, and most "
+    "of the classes"
+)
 
 
 @finding("idp-sgd/figures-5-6", _MOVES)
@@ -90,10 +109,14 @@ _MOVES = "with a higher budget the class itself gains, with a lower one it loses
 def own_budget_matters(record):
     for level, sign in (("higher", 1), ("lower", -1)):
         moved = sign * np.array(record.values[f"{level}.own"])
-        gain, gaining = intervals.mean(moved), intervals.share(int((moved > 1e-9).sum()), len(moved))
+        gain, gaining = (
+            intervals.mean(moved),
+            intervals.share(int((moved > 1e-9).sum()), len(moved)),
+        )
         yield (
             level,
-            f"{sign * gain.estimate:+.1f} points, {gaining.estimate * len(moved):.0f} of {len(moved)}",
+            f"{sign * gain.estimate:+.1f} points, {gaining.estimate * len(moved):.0f} of "
+            f"{len(moved)}",
             intervals.every(gain.above(0), gaining.above(0.5)),
         )
 
@@ -113,8 +136,9 @@ def table_10(config, run):
 
 @dataclasses.dataclass(frozen=True)
 class Levelled(Compared):
-    """Table 11: the budget of the baseline, the budgets of the paper, and our search: rounds (0: none), runs in each,
-    step."""
+    """Table 11: the budget of the baseline, the budgets of the paper, and our search: rounds (0:
+    none), runs in each, step.
+    """
 
     baseline: float = 3.0
     rounds: int = 8
@@ -124,23 +148,29 @@ class Levelled(Compared):
 
 
 def level_budgets(config, run):
-    """Budgets for each class that level out the accuracies, and those of every round, (rounds + 1, classes).
+    """Budgets for each class that level out the accuracies, and those of every round, (rounds + 1,
+    classes).
 
-    Each round trains by Sample and looks at the accuracy on the *training* examples of each class; a class that is a
-    point behind the mean has its budget raised by `step`, relatively, and all are scaled so that the mean stays that
-    of the baseline.  The search is no free lunch: its runs see private data, and what they cost adds up.
+    Each round trains by Sample and looks at the accuracy on the *training* examples of each class;
+    a class that is a point behind the mean has its budget raised by `step`, relatively, and all are
+    scaled so that the mean stays that of the baseline. The search is no free lunch: its runs see
+    private data, and what they cost adds up.
     """
     task, found = config.task, problem(config.task, run)
     budgets, history = torch.full((10,), config.baseline, dtype=torch.float64), []
     features, labels = found.features.to(run.device), found.labels.to(run.device)
     for number in range(config.rounds):
         history.append(budgets)
-        plan = plan_of("sample", found.labels, tuple(budgets.tolist()), task.training, delta=config.delta)
+        plan = plan_of(
+            "sample", found.labels, tuple(budgets.tolist()), task.training, delta=config.delta
+        )
         seeds = [derive_seed(number, "level", r) % 2**31 for r in range(config.runs)]
         pieces = {f"round-{number}.seed-{seed}": seed for seed in seeds}
 
         def work(piece, plan=plan, pieces=pieces):
-            trained = train_all(task, [plan], [pieces[piece]], found.features, found.labels, device=run.device)
+            trained = train_all(
+                task, [plan], [pieces[piece]], found.features, found.labels, device=run.device
+            )
             return class_accuracy(trained.predict(features)[0], labels)
 
         done = run.pieces(work, pieces, label=f"round {number + 1}")
@@ -156,27 +186,37 @@ def search_cost(config, examples, budgets):
     orders = torch.arange(2, 129, dtype=torch.float64)
     total: Any = 0
     for row in budgets[:-1]:
-        noise, rates, _ = parameters("sample", tuple(row.tolist()), tuple(examples), training, config.delta)
+        noise, rates, _ = parameters(
+            "sample", tuple(row.tolist()), tuple(examples), training, config.delta
+        )
         total = total + config.runs * training.steps * rdp_sampled_gaussian(
             sample_rate=rates, noise_multiplier=noise, orders=orders
         )
     return rdp_to_epsilon(total, orders, config.delta)[0]
 
 
-_LEVELLED = Levelled(MNIST, ("baseline", "sample", "scale", "paper.sample", "paper.scale"), seeds=(0, 1, 2))
+_LEVELLED = Levelled(
+    MNIST, ("baseline", "sample", "scale", "paper.sample", "paper.scale"), seeds=(0, 1, 2)
+)
 # At full length, the printed budgets alone: they are what the printed accuracies belong to.
-_AS_PRINTED = dataclasses.replace(_LEVELLED, kinds=("baseline", "paper.sample", "paper.scale"), rounds=0)
+_AS_PRINTED = dataclasses.replace(
+    _LEVELLED, kinds=("baseline", "paper.sample", "paper.scale"), rounds=0
+)
 
 
 @experiment(
     "idp-sgd/table-11",
-    quick=Levelled(DIGITS, ("baseline", "sample", "scale", "paper.sample"), seeds=(0, 1, 2), together=ALL),
+    quick=Levelled(
+        DIGITS, ("baseline", "sample", "scale", "paper.sample"), seeds=(0, 1, 2), together=ALL
+    ),
     paper=_AS_PRINTED,
 )
 @experiment("idp-sgd/table-11-short", paper=dataclasses.replace(_LEVELLED, task=_SHORT))
 def table_11(config, run):
-    """Accuracy of each class at one budget for all, at budgets that our search found, and at the paper's
-    (`paper.sample`).  Without rounds of a search, only at those that the configuration gives."""
+    """Accuracy of each class at one budget for all, at budgets that our search found, and at the
+    paper's (`paper.sample`). Without rounds of a search, only at those that the configuration
+    gives.
+    """
     labels = problem(config.task, run).labels
     searched = level_budgets(config, run)
 
@@ -187,7 +227,9 @@ def table_11(config, run):
             method, budgets = "dpsgd", (config.baseline,) * 10
         return plan_of(method, labels, budgets, config.task.training, delta=config.delta)
 
-    values: dict[str, Any] = {"budgets": searched[-1] if config.rounds else list(config.paper_budgets)}
+    values: dict[str, Any] = {
+        "budgets": searched[-1] if config.rounds else list(config.paper_budgets)
+    }
     arrays = {}
     if config.rounds:
         values["cost_of_search"] = search_cost(config, torch.bincount(labels).tolist(), searched)
@@ -201,7 +243,10 @@ def table_11(config, run):
     return as_printed(values, config.task, "mnist"), arrays
 
 
-_NARROWER = "the searched budgets narrow the gap between the best and the worst class, for Sample and for Scale"
+_NARROWER = (
+    "the searched budgets narrow the gap between the best and the worst class, for Sample and for "
+    "Scale"
+)
 _CLOSER = "with the printed budgets the classes end closer together than with one budget for all"
 
 
@@ -212,21 +257,31 @@ _CLOSER = "with the printed budgets the classes end closer together than with on
 def gap_narrows(record):
     """Of the budgets of our search, which the paper does not have."""
     if record.config["rounds"]:
-        yield from _changes(record, "" if "gap.baseline" in record.values else f"{record.config['task']['data']}.")
+        yield from _changes(
+            record, "" if "gap.baseline" in record.values else f"{record.config['task']['data']}."
+        )
 
 
 @finding("idp-sgd/table-11", _CLOSER)
 @finding("idp-sgd/figure-7", _CLOSER, of="idp-sgd/table-11")
 def printed_budgets_narrow_the_gap(record):
-    """Of the budgets that the paper prints, on the data and for the epochs that they were tuned for."""
+    """Of the budgets that the paper prints, on the data and for the epochs that they were tuned
+    for.
+    """
     if record.config["task"]["data"] == "mnist":
         yield from _changes(record, "", "paper.")
 
 
 def _changes(record, prefix, of=""):
-    """How far the gap between classes changes from one budget for all to those of each class, for both methods."""
+    """How far the gap between classes changes from one budget for all to those of each class, for
+    both methods.
+    """
     before = record.values[f"{prefix}gap.baseline"]
     for method in ("sample", "scale"):
         after = record.values[f"{prefix}gap.{of}{method}"]
         change = intervals.unpaired(after, before)
-        yield (method.capitalize(), f"{before.mean:.1f} to {after.mean:.1f} points, by {change:+.1f}", change.below(0))
+        yield (
+            method.capitalize(),
+            f"{before.mean:.1f} to {after.mean:.1f} points, by {change:+.1f}",
+            change.below(0),
+        )

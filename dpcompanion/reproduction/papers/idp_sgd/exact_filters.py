@@ -1,4 +1,6 @@
-"""Beyond the paper: training with the exact filter, beside the Rényi filter and plain DP-SGD at the same promise."""
+"""Beyond the paper: training with the exact filter, beside the Rényi filter and plain DP-SGD at the
+same promise.
+"""
 
 import dataclasses
 
@@ -35,9 +37,9 @@ def share_of(who):
 class Watched:
     """A filter that notes what it does at every pass over the norms, `every` steps apart.
 
-    `seen` holds shares of the people.  "held": clipped to less than they ask for, because it is all they can pay;
-    "out": of these, who take no part.  "cut": whose gradient is shortened at all, by the clip norm that holds for
-    the plan or by the filter.  "reached": held now or at a pass before.
+    `seen` holds shares of the people. "held": clipped to less than they ask for, because it is all
+    they can pay; "out": of these, who take no part. "cut": whose gradient is shortened at all, by
+    the clip norm that holds for the plan or by the filter. "reached": held now or at a pass before.
     """
 
     def __init__(self, filter, every):
@@ -53,7 +55,12 @@ class Watched:
             held = limits < norms * (1 - 1e-9)
             self._reached |= held
             cut = held | (norms >= self.filter.max_grad_norm * (1 - 1e-9))
-            for name, who in (("held", held), ("out", held & (limits == 0)), ("cut", cut), ("reached", self._reached)):
+            for name, who in (
+                ("held", held),
+                ("out", held & (limits == 0)),
+                ("cut", cut),
+                ("reached", self._reached),
+            ):
                 self.seen[name].append(share_of(who))
         self.step += 1
         return limits
@@ -63,7 +70,9 @@ class Watched:
 
 
 def make_filter(kind, plan, targets, levels, block):
-    """The "exact" or the "renyi" filter of a plan's run, for the epsilon of each person, one number or (n,)."""
+    """The "exact" or the "renyi" filter of a plan's run, for the epsilon of each person, one number
+    or (n,).
+    """
     own = {
         "sample_rate": plan.sample_rate,
         "max_grad_norm": plan.max_grad_norm,
@@ -73,27 +82,48 @@ def make_filter(kind, plan, targets, levels, block):
     if kind == "renyi":
         return RenyiFilter.for_epsilon(plan.n, target_epsilons=targets, **own)
     # The costs of the largest target for every person, as when these runs were recorded.
-    game = {"sample_rate": plan.sample_rate, "noise_multiplier": plan.noise_multiplier, "target_delta": plan.delta}
+    game = {
+        "sample_rate": plan.sample_rate,
+        "noise_multiplier": plan.noise_multiplier,
+        "target_delta": plan.delta,
+    }
     largest = float(torch.as_tensor(targets, dtype=torch.float64).max())
     costs = level_costs(levels, target_epsilon=largest, steps=plan.steps, block=block, **game)
     return ExactFilter(
-        plan.n, target_epsilon=targets, levels=levels, costs=costs, steps=plan.steps, block=block, progress=False, **own
+        plan.n,
+        target_epsilon=targets,
+        levels=levels,
+        costs=costs,
+        steps=plan.steps,
+        block=block,
+        progress=False,
+        **own,
     )
 
 
 def trained(task, plan, filter, learning_rate, seed, run):
-    """One run of a plan, with a filter or with None: accuracy after every epoch and at the end, what the
-    filter did (see `Watched`), what each person is promised, by the filter or else by PLD, and what people at full norm
-    would have without a filter."""
+    """One run of a plan, with a filter or with None: accuracy after every epoch and at the end,
+    what the filter did (see `Watched`), what each person is promised, by the filter or else by PLD,
+    and what people at full norm would have without a filter.
+    """
     found = problem(task, run)
     model = network(task, seed).to(run.device)
     examples = found.features.to(run.device), found.labels.to(run.device)
-    test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
+    test_features, test_labels = (
+        found.test_features.to(run.device),
+        found.test_labels.to(run.device),
+    )
     budget, trackers, course = filter and Watched(filter, plan.steps_per_epoch), [], []
     if filter:
         trackers = [
             NormTracker.for_plan(
-                plan, model, cross_entropy, examples, clipping="individual", budget=budget, accountant="rdp"
+                plan,
+                model,
+                cross_entropy,
+                examples,
+                clipping="individual",
+                budget=budget,
+                accountant="rdp",
             )
         ]
 
@@ -129,16 +159,24 @@ def trained(task, plan, filter, learning_rate, seed, run):
 
 
 def gathered(each, name):
-    """A kind's values from its runs: what each seed came to, means of what goes over the passes, and the promises."""
+    """A kind's values from its runs: what each seed came to, means of what goes over the passes,
+    and the promises.
+    """
     values = {
         f"{name}.final": [one["final"] for one in each],
         f"{name}.accuracy": mean_and_sd(one["final"] for one in each),
         f"{name}.promise": max(one["promise"] for one in each),
         f"{name}.least_promise": min(one["least_promise"] for one in each),
     }
-    values |= {f"{name}.{key}": each[0][key] for key in ("noise_multiplier", "steps", "full_norm", "full_norm_rdp")}
+    values |= {
+        f"{name}.{key}": each[0][key]
+        for key in ("noise_multiplier", "steps", "full_norm", "full_norm_rdp")
+    }
     courses = [key for key in ("course", "held", "out", "cut", "reached") if key in each[0]]
-    values |= {f"{name}.{key}": [mean_and_sd(at) for at in zip(*(one[key] for one in each))] for key in courses}
+    values |= {
+        f"{name}.{key}": [mean_and_sd(at) for at in zip(*(one[key] for one in each))]
+        for key in courses
+    }
     if "reached" in courses:
         values[f"{name}.reached_in_the_end"] = [one["reached"][-1] for one in each]
     return values
@@ -148,10 +186,11 @@ def gathered(each, name):
 class Promised:
     """Runs in which every person is promised `epsilon` beforehand.
 
-    "dpsgd" has the noise that this takes, by PLD, for people at full norm.  "exact" and "renyi" add a filter at the
-    same noise.  "exact.less" and "renyi.less" have less noise: that with which full norms would cost `less`. Who runs
-    out of budget is clipped, or leaves. Norms are measured once an epoch.  `shares` of the budget are fixed beforehand:
-    a person who spends at most that much has a smaller promise.
+    "dpsgd" has the noise that this takes, by PLD, for people at full norm. "exact" and "renyi" add
+    a filter at the same noise. "exact.less" and "renyi.less" have less noise: that with which full
+    norms would cost `less`. Who runs out of budget is clipped, or leaves. Norms are measured once
+    an epoch. `shares` of the budget are fixed beforehand: a person who spends at most that much has
+    a smaller promise.
     """
 
     task: Task
@@ -165,10 +204,14 @@ class Promised:
 
 
 def spared(filter, share, delta):
-    """(what is promised to a person who spends at most a share of the budget, the share of the people who did)."""
+    """(what is promised to a person who spends at most a share of the budget, the share of the
+    people who did).
+    """
     if isinstance(filter, RenyiFilter):
         most = share * filter.budgets
-        return float(rdp_to_epsilon(most, filter.orders, delta)[0].max()), share_of((filter.spent <= most).all(1))
+        return float(rdp_to_epsilon(most, filter.orders, delta)[0].max()), share_of(
+            (filter.spent <= most).all(1)
+        )
     most = int(share * int(filter.budget.max()))
     return float(filter.epsilon(delta, spent=most).max()), share_of(filter.spent <= most)
 
@@ -178,29 +221,47 @@ def promised(config, kind, seed, run):
     task, training = config.task, config.task.training
     setting = {"sample_rate": training.sample_rate, "steps": training.steps}
     noise = find_noise_multiplier(
-        target_epsilon=config.less if kind.endswith(".less") else config.epsilon, target_delta=config.delta, **setting
+        target_epsilon=config.less if kind.endswith(".less") else config.epsilon,
+        target_delta=config.delta,
+        **setting,
     )
     plan = DPSGDPlan(
-        n=len(problem(task).labels), max_grad_norm=training.clip, noise_multiplier=noise, delta=config.delta, **setting
+        n=len(problem(task).labels),
+        max_grad_norm=training.clip,
+        noise_multiplier=noise,
+        delta=config.delta,
+        **setting,
     )
     filter = None
     if kind != "dpsgd":
-        filter = make_filter(kind.partition(".")[0], plan, config.epsilon, config.levels, plan.steps_per_epoch)
+        filter = make_filter(
+            kind.partition(".")[0], plan, config.epsilon, config.levels, plan.steps_per_epoch
+        )
     outcome = trained(task, plan, filter, task.learning_rate, seed, run)
-    return outcome | ({"spared": [spared(filter, share, config.delta) for share in config.shares]} if filter else {})
+    return outcome | (
+        {"spared": [spared(filter, share, config.delta) for share in config.shares]}
+        if filter
+        else {}
+    )
 
 
 @experiment(
     "idp-sgd/exact-filter",
     quick=Promised(DIGITS, seeds=(0, 1)),
-    paper=Promised(dataclasses.replace(MNIST, training=dataclasses.replace(MNIST.training, epochs=12))),
+    paper=Promised(
+        dataclasses.replace(MNIST, training=dataclasses.replace(MNIST.training, epochs=12))
+    ),
 )
 def exact_filter(config, run):
-    """Accuracy, who reaches the budget and when, and the promises, of each kind; `spared_promise` and `spared_people`
-    for each of the shares."""
+    """Accuracy, who reaches the budget and when, and the promises, of each kind; `spared_promise`
+    and `spared_people` for each of the shares.
+    """
     pieces = {f"{kind}.seed-{seed}": (kind, seed) for seed in config.seeds for kind in config.kinds}
     problem(config.task, run)
-    done, values = run.pieces(lambda piece: promised(config, *pieces[piece], run), pieces, label="filters"), {}
+    done, values = (
+        run.pieces(lambda piece: promised(config, *pieces[piece], run), pieces, label="filters"),
+        {},
+    )
     for kind in config.kinds:
         each = [done[f"{kind}.seed-{seed}"] for seed in config.seeds]
         values |= gathered(each, kind)
@@ -223,13 +284,21 @@ def pairs(record):
 
 @finding(
     "idp-sgd/exact-filter",
-    "fewer people reach their budget with the exact filter than with the Rényi filter: paired over the seeds",
+    "fewer people reach their budget with the exact filter than with the Rényi filter: paired over "
+    "the seeds",
     kind="own",
 )
 def fewer_reach_it(record):
     for where, exact, renyi in pairs(record):
-        ends = [[100 * share for share in record.values[f"{kind}.reached_in_the_end"]] for kind in (exact, renyi)]
-        yield where, f"{np.mean(ends[0]):.0f}% and {np.mean(ends[1]):.0f}%", intervals.difference(*ends).below(0)
+        ends = [
+            [100 * share for share in record.values[f"{kind}.reached_in_the_end"]]
+            for kind in (exact, renyi)
+        ]
+        yield (
+            where,
+            f"{np.mean(ends[0]):.0f}% and {np.mean(ends[1]):.0f}%",
+            intervals.difference(*ends).below(0),
+        )
 
 
 def gain(record, more, less):
@@ -237,7 +306,11 @@ def gain(record, more, less):
     return intervals.difference(record.values[f"{more}.final"], record.values[f"{less}.final"])
 
 
-@finding("idp-sgd/exact-filter", "the exact filter is ahead of the Rényi filter: paired over the seeds", kind="own")
+@finding(
+    "idp-sgd/exact-filter",
+    "the exact filter is ahead of the Rényi filter: paired over the seeds",
+    kind="own",
+)
 def ahead_of_renyi(record):
     for where, exact, renyi in pairs(record):
         ahead = gain(record, exact, renyi)
@@ -245,7 +318,9 @@ def ahead_of_renyi(record):
 
 
 @finding(
-    "idp-sgd/exact-filter", "the exact filter is ahead of DP-SGD at the same promise: paired over the seeds", kind="own"
+    "idp-sgd/exact-filter",
+    "the exact filter is ahead of DP-SGD at the same promise: paired over the seeds",
+    kind="own",
 )
 def ahead_of_dpsgd(record):
     for where, exact, _ in pairs(record):
@@ -257,8 +332,8 @@ def ahead_of_dpsgd(record):
 class Table4:
     """Table 4 by the exact filter: its noise, by RDP, and its steps.
 
-    "dpsgd" takes the steps that the smallest budget pays for by PLD at that noise.  Runs with the filter take `longer`
-    times the descent's steps, as `with_filters.Filtered` has it.
+    "dpsgd" takes the steps that the smallest budget pays for by PLD at that noise. Runs with the
+    filter take `longer` times the descent's steps, as `with_filters.Filtered` has it.
     """
 
     task: Task
@@ -279,12 +354,25 @@ def again(config, kind, seed, run):
     task, descent, n = config.task, config.descent, len(problem(config.task).labels)
     own = {"sample_rate": descent.sample_rate}
     noise = find_noise_multiplier(
-        target_epsilon=config.epsilon, target_delta=config.delta, steps=descent.steps, accountant="rdp", **own
+        target_epsilon=config.epsilon,
+        target_delta=config.delta,
+        steps=descent.steps,
+        accountant="rdp",
+        **own,
     )
     steps = round(config.longer * descent.steps)
     if kind == "dpsgd":
-        steps = find_steps(target_epsilon=config.epsilon, target_delta=config.delta, noise_multiplier=noise, **own)
-    plan = DPSGDPlan(n=n, steps=steps, max_grad_norm=descent.clip, noise_multiplier=noise, delta=config.delta, **own)
+        steps = find_steps(
+            target_epsilon=config.epsilon, target_delta=config.delta, noise_multiplier=noise, **own
+        )
+    plan = DPSGDPlan(
+        n=n,
+        steps=steps,
+        max_grad_norm=descent.clip,
+        noise_multiplier=noise,
+        delta=config.delta,
+        **own,
+    )
     filter = None
     if kind != "dpsgd":
         budgets = torch.tensor(config.assigned[kind], dtype=torch.float64)[assign(n, (1, 1), seed)]
@@ -301,7 +389,10 @@ def table_4_exact(config, run):
     """The kinds of table 4, each pass a step."""
     pieces = {f"{kind}.seed-{seed}": (kind, seed) for seed in config.seeds for kind in config.kinds}
     problem(config.task, run)
-    done, values = run.pieces(lambda piece: again(config, *pieces[piece], run), pieces, label="filters"), {}
+    done, values = (
+        run.pieces(lambda piece: again(config, *pieces[piece], run), pieces, label="filters"),
+        {},
+    )
     for kind in config.kinds:
         values |= gathered([done[f"{kind}.seed-{seed}"] for seed in config.seeds], kind)
     return values
@@ -309,7 +400,8 @@ def table_4_exact(config, run):
 
 @finding(
     "idp-sgd/table-4-exact",
-    "the exact filter alone is ahead of DP-SGD, and assignment ahead of the filter: paired over the seeds",
+    "the exact filter alone is ahead of DP-SGD, and assignment ahead of the filter: paired over "
+    "the seeds",
     kind="own",
 )
 def exact_filter_gains(record):

@@ -8,7 +8,12 @@ from dpcompanion.accounting import find_steps
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import gain_of
-from dpcompanion.reproduction.papers.idp_sgd.side_by_side import ALL, Compared, compared, final_values
+from dpcompanion.reproduction.papers.idp_sgd.side_by_side import (
+    ALL,
+    Compared,
+    compared,
+    final_values,
+)
 from dpcompanion.reproduction.papers.idp_sgd.training import (
     DIGITS,
     MNIST,
@@ -37,7 +42,8 @@ class Groups100(Compared):
     paper=Groups100(MNIST, ("dpsgd", "sample", "scale"), seeds=(0, 1, 2)),
 )
 def table_9(config, run):
-    """A hundred groups of the same size, each with a budget drawn uniformly; DP-SGD gives all the lower end.
+    """A hundred groups of the same size, each with a budget drawn uniformly; DP-SGD gives all the
+    lower end.
 
     With the paper's network DP-SGD's runs are those of table 2.
     """
@@ -46,7 +52,9 @@ def table_9(config, run):
 
     def budgets(seed):
         generator = torch.Generator().manual_seed(derive_seed(seed, "budgets"))
-        return (low + (high - low) * torch.rand(config.number, dtype=torch.float64, generator=generator)).tolist()
+        return (
+            low + (high - low) * torch.rand(config.number, dtype=torch.float64, generator=generator)
+        ).tolist()
 
     def plan(kind, seed):
         return plan_of(
@@ -58,7 +66,10 @@ def table_9(config, run):
         )
 
     if config.together > 1:
-        final = {kind: [one["final"] for one in each] for kind, each in compared(config, run, plan).items()}
+        final = {
+            kind: [one["final"] for one in each]
+            for kind, each in compared(config, run, plan).items()
+        }
     else:
         final = {kind: [] for kind in config.kinds}
         for seed in config.seeds:
@@ -76,7 +87,10 @@ def table_9(config, run):
     return final_values(config, final)
 
 
-@finding("idp-sgd/table-9", "ahead of DP-SGD at the lower end: the 95% interval of the paired difference lies above 0")
+@finding(
+    "idp-sgd/table-9",
+    "ahead of DP-SGD at the lower end: the 95% interval of the paired difference lies above 0",
+)
 def many_groups_gain(record):
     for kind in ("sample", "scale"):
         gain = gain_of(record, kind, "dpsgd")
@@ -85,32 +99,49 @@ def many_groups_gain(record):
 
 @experiment(
     "idp-sgd/table-14",
-    quick=Compared(DIGITS, ("scale", "combined-25", "combined-50", "combined-75", "sample"), together=ALL),
-    paper=Compared(MNIST, ("scale", "combined-25", "combined-50", "combined-75", "sample"), seeds=(0, 1, 2)),
+    quick=Compared(
+        DIGITS, ("scale", "combined-25", "combined-50", "combined-75", "sample"), together=ALL
+    ),
+    paper=Compared(
+        MNIST, ("scale", "combined-25", "combined-50", "combined-75", "sample"), seeds=(0, 1, 2)
+    ),
 )
 def table_14(config, run):
-    """Sample and Scale at once, each group's own budget met; the weight is how much of Sample's change of rates is
-    made.  With the paper's network the two ends are the runs of table 2."""
+    """Sample and Scale at once, each group's own budget met; the weight is how much of Sample's
+    change of rates is made. With the paper's network the two ends are the runs of table 2.
+    """
     examples = len(problem(config.task, run).labels)
 
     def plan(kind, seed):
         return plan_of(
-            kind, assign(examples, config.groups["A"], seed), config.budgets, config.task.training, delta=config.delta
+            kind,
+            assign(examples, config.groups["A"], seed),
+            config.budgets,
+            config.task.training,
+            delta=config.delta,
         )
 
     if config.together > 1:
-        final = {kind: [one["final"] for one in each] for kind, each in compared(config, run, plan).items()}
+        final = {
+            kind: [one["final"] for one in each]
+            for kind, each in compared(config, run, plan).items()
+        }
     else:
         final = final_accuracies(config, [f"A.{kind}" for kind in config.kinds], config.seeds, run)
     weights = {"scale": "weight_0", "sample": "weight_100"}
     final = {kind.removeprefix("A."): each for kind, each in final.items()}
     return final_values(
-        config, {weights.get(kind, kind.replace("combined-", "weight_")): each for kind, each in final.items()}
+        config,
+        {
+            weights.get(kind, kind.replace("combined-", "weight_")): each
+            for kind, each in final.items()
+        },
     )
 
 
 @finding(
-    "idp-sgd/table-14", "accuracy rises from Scale to Sample: the 95% interval of the paired difference lies above 0"
+    "idp-sgd/table-14",
+    "accuracy rises from Scale to Sample: the 95% interval of the paired difference lies above 0",
 )
 def progression(record):
     gain = gain_of(record, "weight_100", "weight_0")
@@ -129,14 +160,19 @@ def exclude(config, found, groups):
     kept = groups > 0
     training = dataclasses.replace(config.task.training, examples=int(kept.sum()))
     plan = plan_of(
-        "dpsgd", torch.zeros(training.examples, dtype=torch.long), config.budgets[1:2], training, delta=config.delta
+        "dpsgd",
+        torch.zeros(training.examples, dtype=torch.long),
+        config.budgets[1:2],
+        training,
+        delta=config.delta,
     )
     return found.features[kept], found.labels[kept], plan
 
 
 def in_sequence(config, found, groups, order):
-    """(features, labels, plan) for each group in turn, at one noise multiplier, for as many steps as its budget
-    pays."""
+    """(features, labels, plan) for each group in turn, at one noise multiplier, for as many steps
+    as its budget pays.
+    """
     for p in order:
         own = groups == p
         training = dataclasses.replace(config.task.training, examples=int(own.sum()))
@@ -163,15 +199,27 @@ def in_sequence(config, found, groups, order):
 
 
 def baseline(config, kind, seed, run):
-    """The final accuracy of "A.exclude_low", "A.sequential" (strictest group first) or "A.reversed"."""
+    """The final accuracy of "A.exclude_low", "A.sequential" (strictest group first) or
+    "A.reversed".
+    """
     setup, _, method = kind.partition(".")
     task, found = config.task, problem(config.task, run)
     groups = assign(len(found.labels), config.groups[setup], seed)
-    order = range(len(config.budgets)) if method == "sequential" else reversed(range(len(config.budgets)))
-    stages = [exclude(config, found, groups)] if method == "exclude_low" else in_sequence(config, found, groups, order)
+    order = (
+        range(len(config.budgets))
+        if method == "sequential"
+        else reversed(range(len(config.budgets)))
+    )
+    stages = (
+        [exclude(config, found, groups)]
+        if method == "exclude_low"
+        else in_sequence(config, found, groups, order)
+    )
     model = network(task, seed).to(run.device)
     for number, (features, labels, plan) in enumerate(stages):
-        optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate, momentum=task.momentum)
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=task.learning_rate, momentum=task.momentum
+        )
         train(
             model,
             cross_entropy,
@@ -181,10 +229,19 @@ def baseline(config, kind, seed, run):
             seed=derive_seed(seed, "stage", number) % 2**31,
             progress=False,
         )
-    return accuracy(predictions(model, found.test_features.to(run.device)), found.test_labels.to(run.device))
+    return accuracy(
+        predictions(model, found.test_features.to(run.device)), found.test_labels.to(run.device)
+    )
 
 
-_BASELINES = ("A.exclude_low", "A.sequential", "A.reversed", "B.exclude_low", "B.sequential", "B.reversed")
+_BASELINES = (
+    "A.exclude_low",
+    "A.sequential",
+    "A.reversed",
+    "B.exclude_low",
+    "B.sequential",
+    "B.reversed",
+)
 
 
 @experiment(
@@ -193,23 +250,34 @@ _BASELINES = ("A.exclude_low", "A.sequential", "A.reversed", "B.exclude_low", "B
     paper=Baselines(MNIST, _BASELINES, seeds=(0, 1, 2)),
 )
 def table_17(config, run):
-    """Two ways to use different budgets with DP-SGD alone; `reversed` takes the groups in the other order."""
+    """Two ways to use different budgets with DP-SGD alone; `reversed` takes the groups in the other
+    order.
+    """
     pieces = {f"{kind}.seed-{seed}": (kind, seed) for kind in config.kinds for seed in config.seeds}
     problem(config.task, run)
-    done = run.pieces(lambda piece: {"final": baseline(config, *pieces[piece], run)}, pieces, label="baselines")
-    final = {kind: [done[f"{kind}.seed-{seed}"]["final"] for seed in config.seeds] for kind in config.kinds}
+    done = run.pieces(
+        lambda piece: {"final": baseline(config, *pieces[piece], run)}, pieces, label="baselines"
+    )
+    final = {
+        kind: [done[f"{kind}.seed-{seed}"]["final"] for seed in config.seeds]
+        for kind in config.kinds
+    }
     methods = [f"{setup}.{method}" for setup in config.groups for method in ("sample", "scale")]
     return final_values(config, final | final_accuracies(config, methods, config.seeds, run))
 
 
 @finding(
     "idp-sgd/table-17",
-    "Sample and Scale are ahead of leaving groups out and of going through them: each 95% interval above 0",
+    "Sample and Scale are ahead of leaving groups out and of going through them: each 95% interval "
+    "above 0",
 )
 def ahead_of_baselines(record):
     for setup in record.config["groups"]:
         for other in ("exclude_low", "sequential"):
-            gains = [gain_of(record, f"{setup}.{method}", f"{setup}.{other}") for method in ("sample", "scale")]
+            gains = [
+                gain_of(record, f"{setup}.{method}", f"{setup}.{other}")
+                for method in ("sample", "scale")
+            ]
             yield (
                 f"{setup}, {other.replace('_', ' ')}",
                 ", ".join(f"{gain:+.1f}" for gain in gains),

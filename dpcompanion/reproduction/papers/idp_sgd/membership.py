@@ -11,17 +11,26 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.settings import Training
 from dpcompanion.reproduction.papers.idp_sgd.side_by_side import ALL, train_all
-from dpcompanion.reproduction.papers.idp_sgd.training import CIFAR10, HALVES, Task, as_printed, assign, plan_of, problem
+from dpcompanion.reproduction.papers.idp_sgd.training import (
+    CIFAR10,
+    HALVES,
+    Task,
+    as_printed,
+    assign,
+    plan_of,
+    problem,
+)
 from dpcompanion.reproduction.records import mean_and_sd
 from dpcompanion.training import derive_seed
 
 
 @dataclasses.dataclass(frozen=True)
 class Shadows:
-    """LiRA against models that are trained on random halves of `examples`: half of them at one budget, half at another.
+    """LiRA against models that are trained on random halves of `examples`: half of them at one
+    budget, half at another.
 
-    `kinds`: "sample" and "scale", and "dpsgd-10", DP-SGD for all at budget 10.  `size` models are trained side by side,
-    in the given precision, `together` examples in one pass.
+    `kinds`: "sample" and "scale", and "dpsgd-10", DP-SGD for all at budget 10. `size` models are
+    trained side by side, in the given precision, `together` examples in one pass.
     """
 
     task: Task
@@ -39,18 +48,23 @@ class Shadows:
 
 
 def memberships(config):
-    """Who is in the data of each shadow model, then of each target, (models, n): a random half of the examples.
+    """Who is in the data of each shadow model, then of each target, (models, n): a random half of
+    the examples.
 
-    Every example is in half of the shadow models; the targets' halves have nothing to do with theirs.
+    Every example is in half of the shadow models; the targets' halves have nothing to do with
+    theirs.
     """
     generator = torch.Generator().manual_seed(derive_seed(config.seed, "shadow"))
     shadows = attacks.shadow_masks(config.shadows, config.examples, generator=generator)
-    return torch.cat((shadows, torch.rand(config.targets, config.examples, generator=generator) < 0.5))
+    return torch.cat(
+        (shadows, torch.rand(config.targets, config.examples, generator=generator) < 0.5)
+    )
 
 
 def trained(config, kind, numbers, run):
-    """The models of these numbers: per cent of right answers `inside` and `outside` of what each was trained on, and
-    each example's membership and log odds, (k, n)."""
+    """The models of these numbers: per cent of right answers `inside` and `outside` of what each
+    was trained on, and each example's membership and log odds, (k, n).
+    """
     # Sums are divided by what a batch of all examples would hold, and half of them are in.
     task = dataclasses.replace(config.task, learning_rate=2 * config.task.learning_rate)
     found, seed, n = problem(task, run), config.seed, config.examples
@@ -58,7 +72,9 @@ def trained(config, kind, numbers, run):
     method, _, budget = kind.partition("-")
     budgets = (float(budget),) * 2 if budget else config.budgets
     groups = assign(n, (1, 1), seed)
-    plan = plan_of("dpsgd" if budget else method, groups, budgets, task.training, delta=config.delta)
+    plan = plan_of(
+        "dpsgd" if budget else method, groups, budgets, task.training, delta=config.delta
+    )
     members = memberships(config)[list(numbers)]
     ensemble = train_all(
         task,
@@ -74,12 +90,19 @@ def trained(config, kind, numbers, run):
     logits = ensemble.predict(features)
     right = (logits.argmax(-1) == labels).double().cpu()
     shares = {"inside": members, "outside": ~members}
-    values = {where: (100 * (right * part).sum(1) / part.sum(1)).tolist() for where, part in shares.items()}
-    return values, {"members": members.numpy(), "scores": attacks.log_odds(logits, labels).cpu().numpy()}
+    values = {
+        where: (100 * (right * part).sum(1) / part.sum(1)).tolist()
+        for where, part in shares.items()
+    }
+    return values, {
+        "members": members.numpy(),
+        "scores": attacks.log_odds(logits, labels).cpu().numpy(),
+    }
 
 
 def attacked(config, kind, run):
-    """LiRA on models of one kind: each example's group, who is in the data of each model, all scores, accuracies.
+    """LiRA on models of one kind: each example's group, who is in the data of each model, all
+    scores, accuracies.
 
     Each set of `size` models is kept as soon as it is trained.
     """
@@ -94,32 +117,44 @@ def attacked(config, kind, run):
         lambda piece: trained(config, kind, sets[piece], run),
         sets,
         config=dataclasses.replace(config, kinds=(), variance=""),  # which change no model
-        seconds=models * training.examples * training.epochs / (1e6 if config.task.model == "softmax" else 600),
+        seconds=models
+        * training.examples
+        * training.epochs
+        / (1e6 if config.task.model == "softmax" else 600),
         under=f"shadows/{config.task.data}",
         label=f"shadow models, {kind}",
     )
     masks, scores = (
-        torch.cat([torch.as_tensor(arrays[name]) for _, arrays in done.values()]) for name in ("members", "scores")
+        torch.cat([torch.as_tensor(arrays[name]) for _, arrays in done.values()])
+        for name in ("members", "scores")
     )
-    accuracies = [pair for values, _ in done.values() for pair in zip(values["inside"], values["outside"])]
+    accuracies = [
+        pair for values, _ in done.values() for pair in zip(values["inside"], values["outside"])
+    ]
     return assign(config.examples, (1, 1), config.seed), masks, scores, accuracies
 
 
 def attack_values(config, groups, masks, scores, accuracies):
-    """What figure 2 and table 12 print: areas for each group, t-tests between the members of the two, accuracies.
+    """What figure 2 and table 12 print: areas for each group, t-tests between the members of the
+    two, accuracies.
 
-    `auc.eps_10` is of the first target, with the interval of its examples; `auc_each.eps_10` are the areas of all
-    targets and `auc_mean.eps_10` their mean.  Targets are trained apart from each other and from the shadow models, so
-    their spread says how far another target would be off, under this attack.
+    `auc.eps_10` is of the first target, with the interval of its examples; `auc_each.eps_10` are
+    the areas of all targets and `auc_mean.eps_10` their mean. Targets are trained apart from each
+    other and from the shadow models, so their spread says how far another target would be off,
+    under this attack.
     """
     shadows = config.shadows
-    targets = attacks.lira(scores[shadows:], scores[:shadows], masks[:shadows], variance=config.variance)
+    targets = attacks.lira(
+        scores[shadows:], scores[:shadows], masks[:shadows], variance=config.variance
+    )
     values, first, own = {}, targets[0], masks[shadows]
     for p, budget in enumerate(config.budgets):
         inside, outside = first[own & (groups == p)], first[~own & (groups == p)]
         name = f"eps_{budget:g}"
         values[f"auc.{name}"], *values[f"auc_interval.{name}"] = attacks.auc(inside, outside)
-        values[f"tpr_at_1%.{name}"], *values[f"tpr_interval.{name}"] = attacks.tpr_at_fpr(inside, outside, fpr=0.01)
+        values[f"tpr_at_1%.{name}"], *values[f"tpr_interval.{name}"] = attacks.tpr_at_fpr(
+            inside, outside, fpr=0.01
+        )
         values[f"auc_each.{name}"] = [
             attacks.auc(ratios[members & (groups == p)], ratios[~members & (groups == p)]).value
             for ratios, members in zip(targets, masks[shadows:])
@@ -141,13 +176,19 @@ def attack_values(config, groups, masks, scores, accuracies):
 
 
 def curves(config, groups, masks, scores, rates):
-    """True positive rates of the targets' mean ROC curve at the given false positive rates, for all and for each
-    group."""
+    """True positive rates of the targets' mean ROC curve at the given false positive rates, for all
+    and for each group.
+    """
     targets = attacks.lira(
-        scores[config.shadows :], scores[: config.shadows], masks[: config.shadows], variance=config.variance
+        scores[config.shadows :],
+        scores[: config.shadows],
+        masks[: config.shadows],
+        variance=config.variance,
     )
     found = {}
-    parts = {"all": groups >= 0} | {f"eps_{budget:g}": groups == p for p, budget in enumerate(config.budgets)}
+    parts = {"all": groups >= 0} | {
+        f"eps_{budget:g}": groups == p for p, budget in enumerate(config.budgets)
+    }
     for name, part in parts.items():
         each = []
         for ratios, members in zip(targets, masks[config.shadows :]):
@@ -161,17 +202,24 @@ RATES = np.concatenate((np.logspace(-3, -1, 41), np.linspace(0.11, 1, 90)))
 
 
 _PAPER = Shadows(dataclasses.replace(CIFAR10, training=Training(25_000, 1024, 30, 0.4)), size=16)
-# One model after the other, so that each is kept; few of them tell more with one variance for all examples.
+# One model after the other, so that each is kept; few of them tell more with one variance for all
+# examples.
 _SHORT = dataclasses.replace(
     _PAPER, kinds=("sample",), shadows=12, variance="pooled", size=1, precision="bf16", together=64
 )
 
 
-@experiment("idp-sgd/figure-2", quick=Shadows(HALVES, examples=2000, shadows=24, targets=20), paper=_PAPER)
+@experiment(
+    "idp-sgd/figure-2", quick=Shadows(HALVES, examples=2000, shadows=24, targets=20), paper=_PAPER
+)
 @experiment("idp-sgd/figure-2-short", paper=_SHORT)
-@experiment("idp-sgd/figures-8-10-short", paper=dataclasses.replace(_SHORT, kinds=("sample", "dpsgd-10")))
+@experiment(
+    "idp-sgd/figures-8-10-short", paper=dataclasses.replace(_SHORT, kinds=("sample", "dpsgd-10"))
+)
 def figure_2(config, run):
-    """LiRA against Sample (figure 2, table 12), Scale (figure 8) and DP-SGD at either budget for all (figure 10)."""
+    """LiRA against Sample (figure 2, table 12), Scale (figure 8) and DP-SGD at either budget for
+    all (figure 10).
+    """
     values, arrays = {}, {"rates": RATES}
     for kind in config.kinds:
         found = attacked(config, kind, run)
@@ -197,13 +245,21 @@ def looser_leaks_more(record):
         if kind in record.config["kinds"]:
             prefix = "" if kind == "sample" else f"{kind}."
             strict, loose = (
-                _of_targets(record, f"{prefix}auc_each.eps_{budget:g}") for budget in record.config["budgets"]
+                _of_targets(record, f"{prefix}auc_each.eps_{budget:g}")
+                for budget in record.config["budgets"]
             )
             more = intervals.difference(loose, strict)
-            yield kind.capitalize(), f"areas {strict.mean():.3f}, {loose.mean():.3f}, by {more:+.3f}", more.above(0)
+            yield (
+                kind.capitalize(),
+                f"areas {strict.mean():.3f}, {loose.mean():.3f}, by {more:+.3f}",
+                more.above(0),
+            )
 
 
-_APART = "members at 20 have higher ratios than members at 10: the target models' t lies above 0 on average"
+_APART = (
+    "members at 20 have higher ratios than members at 10: the target models' t lies above 0 on "
+    "average"
+)
 
 
 @finding("idp-sgd/table-12", _APART, of="idp-sgd/figure-2")
@@ -221,6 +277,13 @@ _LESS = "examples at 10 leak less under Sample than under DP-SGD at 10"
 @finding("idp-sgd/figures-8-10", _LESS, of="idp-sgd/figures-8-10-short")
 def strict_leak_less(record):
     # Models of one number are trained on the same halves.
-    own, dpsgd = _of_targets(record, "auc_each.eps_10"), _of_targets(record, "dpsgd-10.auc_each.eps_10")
+    own, dpsgd = (
+        _of_targets(record, "auc_each.eps_10"),
+        _of_targets(record, "dpsgd-10.auc_each.eps_10"),
+    )
     less = intervals.difference(dpsgd, own)
-    yield "Sample", f"areas {own.mean():.3f} against {dpsgd.mean():.3f}, less by {less:+.3f}", less.above(0)
+    yield (
+        "Sample",
+        f"areas {own.mean():.3f} against {dpsgd.mean():.3f}, less by {less:+.3f}",
+        less.above(0),
+    )

@@ -27,12 +27,13 @@ from dpcompanion.training import derive_seed
 
 @dataclasses.dataclass(frozen=True)
 class Teachers:
-    """Table 13: how many teachers, how teachers and student are trained without noise, and the numbers of public inputs
-    to label among which each kind of student takes its best: more labels have more noise.
+    """Table 13: how many teachers, how teachers and student are trained without noise, and the
+    numbers of public inputs to label among which each kind of student takes its best: more labels
+    have more noise.
 
-    Regressions are trained by plain gradient descent, the paper's networks by SGD in batches of `batch`. Public inputs
-    are those of the first half of the test data: what is not labelled there chooses the number, and the other half
-    judges.
+    Regressions are trained by plain gradient descent, the paper's networks by SGD in batches of
+    `batch`. Public inputs are those of the first half of the test data: what is not labelled there
+    chooses the number, and the other half judges.
     """
 
     task: Task
@@ -50,7 +51,9 @@ class Teachers:
 
 
 def softmax_regressions(features, labels, steps, learning_rate):
-    """Weights (k, d + 1, 10) of k regressions by plain gradient descent from 0: features (k, m, d), labels (k, m)."""
+    """Weights (k, d + 1, 10) of k regressions by plain gradient descent from 0: features (k, m, d),
+    labels (k, m).
+    """
     inputs = torch.cat((features, torch.ones_like(features[..., :1])), -1)
     transposed, targets = inputs.mT.contiguous(), F.one_hot(labels, 10)
     weights = features.new_zeros(len(features), inputs.shape[-1], 10)
@@ -63,9 +66,13 @@ def softmax_regressions(features, labels, steps, learning_rate):
 def trained_network(config, features, labels, steps, seed):
     """The task's network, initialised and trained by the seed, without noise or clipping."""
     model = network(config.task, seed).to(features.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate, momentum=config.momentum)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=config.learning_rate, momentum=config.momentum
+    )
     generator, m = torch.Generator().manual_seed(derive_seed(seed, "batches")), len(labels)
-    order = torch.cat([torch.randperm(m, generator=generator) for _ in range(-(-steps * config.batch // m))])
+    order = torch.cat(
+        [torch.randperm(m, generator=generator) for _ in range(-(-steps * config.batch // m))]
+    )
     for batch in order[: steps * config.batch].to(features.device).split(config.batch):
         optimizer.zero_grad()
         F.cross_entropy(model(features[batch]), labels[batch]).backward()
@@ -74,14 +81,17 @@ def trained_network(config, features, labels, steps, seed):
 
 
 def answers(config, features, labels, asked, steps, seed):
-    """What models trained on each of k parts say to the inputs `asked`, classes (k, len(asked)): features (k, m, ...),
-    labels (k, m)."""
+    """What models trained on each of k parts say to the inputs `asked`, classes (k, len(asked)):
+    features (k, m, ...), labels (k, m).
+    """
     if config.task.model == "softmax":
         weights = softmax_regressions(features, labels, steps, config.learning_rate)
         return (F.pad(asked, (0, 1), value=1.0) @ weights).argmax(-1)
     said = []
     for number, (own, own_labels) in enumerate(zip(features, labels)):
-        model = trained_network(config, own, own_labels, steps, derive_seed(seed, "model", number) % 2**31)
+        model = trained_network(
+            config, own, own_labels, steps, derive_seed(seed, "model", number) % 2**31
+        )
         said.append(predictions(model, asked).argmax(-1))
     return torch.stack(said)
 
@@ -92,19 +102,26 @@ def _weighted(budgets, counts, delta, queries):
 
 
 def students(config, seed, run):
-    """{kind: (accuracies on the public inputs left over, accuracies on the judging half)}, each for all numbers of
-    labels: of the students of plain PATE at the smallest budget, and of weighted votes in each setup.
+    """{kind: (accuracies on the public inputs left over, accuracies on the judging half)}, each for
+    all numbers of labels: of the students of plain PATE at the smallest budget, and of weighted
+    votes in each setup.
 
-    All examples of a teacher belong to one group.  Teachers, and the draws of the noise, are the same for all kinds.
+    All examples of a teacher belong to one group. Teachers, and the draws of the noise, are the
+    same for all kinds.
     """
     found, most = problem(config.task, run), max(config.queries)
     features, labels, test_features, test_labels = (
-        part.to(run.device) for part in (found.features, found.labels, found.test_features, found.test_labels)
+        part.to(run.device)
+        for part in (found.features, found.labels, found.test_features, found.test_labels)
     )
     n, half = len(labels), len(test_labels) // 2
     generator = torch.Generator().manual_seed(derive_seed(seed, "teachers"))
-    parts = torch.randperm(n, generator=generator)[: n - n % config.teachers].view(config.teachers, -1)
-    votes = answers(config, features[parts], labels[parts], test_features[:most], config.steps, seed).cpu()
+    parts = torch.randperm(n, generator=generator)[: n - n % config.teachers].view(
+        config.teachers, -1
+    )
+    votes = answers(
+        config, features[parts], labels[parts], test_features[:most], config.steps, seed
+    ).cpu()
     kinds = {"pate": (config.budgets[:1], torch.zeros(config.teachers, dtype=torch.long))}
     for setup, shares in config.groups.items():
         kinds[f"ipate_{setup}"] = (config.budgets, assign(config.teachers, shares, seed))
@@ -125,25 +142,41 @@ def students(config, seed, run):
 
 
 _NUMBERS = (100, 150, 200, 300, 400, 600)
-_LARGER = Teachers(CIFAR10, 250, _NUMBERS, steps=300, student_steps=300, learning_rate=0.05, seeds=(0, 1, 2))
+_LARGER = Teachers(
+    CIFAR10, 250, _NUMBERS, steps=300, student_steps=300, learning_rate=0.05, seeds=(0, 1, 2)
+)
 
 
 @experiment(
     "idp-sgd/table-13",
     quick=Teachers(DIGITS, teachers=100, queries=(50,)),
-    paper=Teachers(MNIST, 250, _NUMBERS, steps=150, student_steps=300, learning_rate=0.05, seeds=tuple(range(5))),
+    paper=Teachers(
+        MNIST,
+        250,
+        _NUMBERS,
+        steps=150,
+        student_steps=300,
+        learning_rate=0.05,
+        seeds=tuple(range(5)),
+    ),
 )
 @experiment("idp-sgd/table-13-cifar10", paper=_LARGER)
 @experiment("idp-sgd/table-13-svhn", paper=dataclasses.replace(_LARGER, task=SVHN))
 def table_13(config, run):
-    """Accuracy of the student of PATE at the smallest budget, and of PATE with weighted votes (A and B): for each
-    number of labels (`by_labels`, mean over the seeds), and at the best one (`labels`)."""
+    """Accuracy of the student of PATE at the smallest budget, and of PATE with weighted votes (A
+    and B): for each number of labels (`by_labels`, mean over the seeds), and at the best one
+    (`labels`).
+    """
     problem(config.task, run)
-    done = run.pieces(lambda name: students(config, int(name[5:]), run), [f"seed-{seed}" for seed in config.seeds])
+    done = run.pieces(
+        lambda name: students(config, int(name[5:]), run), [f"seed-{seed}" for seed in config.seeds]
+    )
     values = {}
     for kind in next(iter(done.values())):
         # (seeds, numbers of labels) each
-        choosing, judging = torch.tensor([one[kind] for one in done.values()], dtype=torch.float64).unbind(1)
+        choosing, judging = torch.tensor(
+            [one[kind] for one in done.values()], dtype=torch.float64
+        ).unbind(1)
         best = int(choosing.mean(0).argmax())
         values[f"{kind}.labels"] = config.queries[best]
         values[f"{kind}.by_labels"] = judging.mean(0)
@@ -154,7 +187,8 @@ def table_13(config, run):
 
 @finding(
     "idp-sgd/table-13",
-    "weighted votes beat votes at the smallest budget: the 95% interval of the paired difference lies above 0",
+    "weighted votes beat votes at the smallest budget: the 95% interval of the paired difference "
+    "lies above 0",
 )
 def weights_help(record):
     for kind in ("ipate_A", "ipate_B"):

@@ -8,7 +8,14 @@ from dpcompanion.reproduction import pieces
 from dpcompanion.reproduction.experiments import experiment
 from dpcompanion.reproduction.papers.idp_sgd.networks import resnet18
 from dpcompanion.reproduction.papers.idp_sgd.settings import GROUPS, Training
-from dpcompanion.reproduction.papers.idp_sgd.training import Task, accuracy, assign, plan_of, predictions, problem
+from dpcompanion.reproduction.papers.idp_sgd.training import (
+    Task,
+    accuracy,
+    assign,
+    plan_of,
+    predictions,
+    problem,
+)
 from dpcompanion.reproduction.records import mean_and_sd
 from dpcompanion.training import Callbacks, Checkpoint, cross_entropy, train
 
@@ -26,13 +33,22 @@ class Images:
 
 
 def image_trial(config, kind, seed, run):
-    """Test accuracy after each epoch of one run, which goes on from its last whole epoch if it was cut off."""
+    """Test accuracy after each epoch of one run, which goes on from its last whole epoch if it was
+    cut off.
+    """
     task, found = config.task, problem(config.task, run)
     plan = plan_of(
-        kind, assign(len(found.labels), config.groups, seed), config.budgets, task.training, delta=config.delta
+        kind,
+        assign(len(found.labels), config.groups, seed),
+        config.budgets,
+        task.training,
+        delta=config.delta,
     )
     model = resnet18(seed=seed).to(run.device)
-    test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
+    test_features, test_labels = (
+        found.test_features.to(run.device),
+        found.test_labels.to(run.device),
+    )
     state = pieces.unfinished()
     history = train(
         model,
@@ -40,9 +56,13 @@ def image_trial(config, kind, seed, run):
         (found.features, found.labels),
         plan,
         seed=seed,
-        optimizer=torch.optim.SGD(model.parameters(), lr=task.learning_rate, momentum=task.momentum),
+        optimizer=torch.optim.SGD(
+            model.parameters(), lr=task.learning_rate, momentum=task.momentum
+        ),
         callbacks=Callbacks(
-            on_epoch=lambda _: {"accuracy": float(accuracy(predictions(model, test_features), test_labels))}
+            on_epoch=lambda _: {
+                "accuracy": float(accuracy(predictions(model, test_features), test_labels))
+            }
         ),
         checkpoint=state and Checkpoint(state),
         progress=False,
@@ -50,12 +70,20 @@ def image_trial(config, kind, seed, run):
     return {"accuracy": [epoch["accuracy"] for epoch in history.epochs], "dropped": history.dropped}
 
 
-@experiment("idp-sgd/table-3-resnet18", paper=Images(Task("cifar10", "resnet18", Training(50_000, 1024, 30, 0.4), 0.7)))
+@experiment(
+    "idp-sgd/table-3-resnet18",
+    paper=Images(Task("cifar10", "resnet18", Training(50_000, 1024, 30, 0.4), 0.7)),
+)
 def table_3_resnet18(config, run):
-    """The paper prints no hyperparameters for this table: ours are those of table 5 for CIFAR-10."""
+    """The paper prints no hyperparameters for this table: ours are those of table 5 for
+    CIFAR-10.
+    """
     names = {f"{kind}.seed-{seed}": (kind, seed) for seed in config.seeds for kind in config.kinds}
     problem(config.task, run)
-    done, values = run.pieces(lambda piece: image_trial(config, *names[piece], run), names, label="trials"), {}
+    done, values = (
+        run.pieces(lambda piece: image_trial(config, *names[piece], run), names, label="trials"),
+        {},
+    )
     for kind in config.kinds:
         each = [done[f"{kind}.seed-{seed}"] for seed in config.seeds]
         values[f"resnet18_cifar10.{kind}"] = mean_and_sd(one["accuracy"][-1] for one in each)

@@ -1,4 +1,6 @@
-"""Many runs at once: networks of one task, each with its own plan and seed, trained side by side as an ensemble."""
+"""Many runs at once: networks of one task, each with its own plan and seed, trained side by side as
+an ensemble.
+"""
 
 import dataclasses
 import math
@@ -40,8 +42,9 @@ ALL = 10_000  # runs of softmax regression go side by side, however many they ar
 def train_all(task, plans, seeds, features, labels, *, device="cpu", watch=None, **options):
     """The ensemble of one run for each plan and seed, each with the task's network of its seed.
 
-    What `watch(epoch, ensemble)` returns after every epoch is in the ensemble's `epochs`; `options` are further ones of
-    `train_ensemble`.  As a piece of a run it goes on from its last whole epoch if it was cut off.
+    What `watch(epoch, ensemble)` returns after every epoch is in the ensemble's `epochs`; `options`
+    are further ones of `train_ensemble`. As a piece of a run it goes on from its last whole epoch
+    if it was cut off.
     """
     state = pieces.unfinished()
     return train_ensemble(
@@ -56,7 +59,12 @@ def train_all(task, plans, seeds, features, labels, *, device="cpu", watch=None,
         progress=False,
         checkpoint=state and Checkpoint(state),
         callbacks=Callbacks(
-            on_epoch=watch and (lambda ensemble: watch(math.ceil(ensemble.step / ensemble.steps_per_epoch), ensemble))
+            on_epoch=watch
+            and (
+                lambda ensemble: watch(
+                    math.ceil(ensemble.step / ensemble.steps_per_epoch), ensemble
+                )
+            )
         ),
         **options,
     )
@@ -65,14 +73,17 @@ def train_all(task, plans, seeds, features, labels, *, device="cpu", watch=None,
 def compared(config, run, plan):
     """{kind: [outcome for each seed]} of runs with the plans `plan(kind, seed)`.
 
-    An outcome holds the accuracy on test data, `final` and in each of the `classes`, and its course, `epochs` and
-    `accuracy`.
+    An outcome holds the accuracy on test data, `final` and in each of the `classes`, and its
+    course, `epochs` and `accuracy`.
     """
     task, found = config.task, problem(config.task, run)
     runs = [(kind, seed) for kind in config.kinds for seed in config.seeds]
     parts = [runs[i : i + config.together] for i in range(0, len(runs), config.together)]
     parts = {records.hash_of(part)[:12]: part for part in parts}
-    test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
+    test_features, test_labels = (
+        found.test_features.to(run.device),
+        found.test_labels.to(run.device),
+    )
 
     def work(piece):
         part = parts[piece]
@@ -82,8 +93,12 @@ def compared(config, run, plan):
                 return {"accuracy": accuracy(ensemble.predict(test_features), test_labels).tolist()}
 
         plans, seeds = [plan(kind, seed) for kind, seed in part], [seed for _, seed in part]
-        trained = train_all(task, plans, seeds, found.features, found.labels, device=run.device, watch=watch)
-        course = {epoch["epoch"]: epoch["accuracy"] for epoch in trained.epochs if "accuracy" in epoch}
+        trained = train_all(
+            task, plans, seeds, found.features, found.labels, device=run.device, watch=watch
+        )
+        course = {
+            epoch["epoch"]: epoch["accuracy"] for epoch in trained.epochs if "accuracy" in epoch
+        }
         return {
             "outcomes": [
                 {
@@ -97,11 +112,19 @@ def compared(config, run, plan):
         }
 
     done = run.pieces(work, parts, label="runs")
-    outcomes = {name: outcome for piece, part in parts.items() for name, outcome in zip(part, done[piece]["outcomes"])}
+    outcomes = {
+        name: outcome
+        for piece, part in parts.items()
+        for name, outcome in zip(part, done[piece]["outcomes"])
+    }
     return {kind: [outcomes[kind, seed] for seed in config.seeds] for kind in config.kinds}
 
 
 def final_values(config, final):
-    """`<kind>.final` for each seed, and under the published names the mean and standard deviation."""
+    """`<kind>.final` for each seed, and under the published names the mean and standard
+    deviation.
+    """
     values = {f"{kind}.final": each for kind, each in final.items()}
-    return values | as_printed({kind: mean_and_sd(each) for kind, each in final.items()}, config.task, "mnist")
+    return values | as_printed(
+        {kind: mean_and_sd(each) for kind, each in final.items()}, config.task, "mnist"
+    )

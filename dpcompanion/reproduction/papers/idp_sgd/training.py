@@ -1,4 +1,6 @@
-"""One trial: a network trained with a budget for each example, and what the tables of accuracies read of trials."""
+"""One trial: a network trained with a budget for each example, and what the tables of accuracies
+read of trials.
+"""
 
 import dataclasses
 import functools
@@ -17,8 +19,9 @@ from dpcompanion.training import Callbacks, DPSGDPlan, cross_entropy, derive_see
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is trained: a data set, a network, plain SGD with momentum, and the plan of DP-SGD that budgets start
-    from."""
+    """What is trained: a data set, a network, plain SGD with momentum, and the plan of DP-SGD that
+    budgets start from.
+    """
 
     data: str
     model: str
@@ -77,7 +80,8 @@ def network(task, seed):
 
 
 def assign(examples, shares, seed):
-    """Each example's group, (examples,): shares to the nearest whole example, in an order that the seed determines.
+    """Each example's group, (examples,): shares to the nearest whole example, in an order that the
+    seed determines.
 
     >>> torch.bincount(assign(1000, (34, 43, 23), seed=0)).tolist()
     [340, 430, 230]
@@ -90,9 +94,10 @@ def assign(examples, shares, seed):
 
 @functools.cache
 def parameters(method, budgets, counts, training, delta, accountant="rdp"):
-    """(noise multiplier, each group's rate, each group's clip norm) of "dpsgd", "sample", "scale" or "combined-50",
-    which takes half of what Sample changes and leaves the rest to Scale.  DP-SGD gives every group the smallest
-    budget."""
+    """(noise multiplier, each group's rate, each group's clip norm) of "dpsgd", "sample", "scale"
+    or "combined-50", which takes half of what Sample changes and leaves the rest to Scale. DP-SGD
+    gives every group the smallest budget.
+    """
     run_of = {
         "target_delta": delta,
         "sample_rate": training.sample_rate,
@@ -108,7 +113,11 @@ def parameters(method, budgets, counts, training, delta, accountant="rdp"):
         return found.noise_multiplier, same * training.sample_rate, found.max_grad_norms
     if method.startswith("combined-"):
         found = idp.combined_parameters(
-            budgets, counts, max_grad_norm=training.clip, sample_weight=int(method.partition("-")[2]) / 100, **run_of
+            budgets,
+            counts,
+            max_grad_norm=training.clip,
+            sample_weight=int(method.partition("-")[2]) / 100,
+            **run_of,
         )
         return found.noise_multiplier, found.sample_rates, found.max_grad_norms
     noise = find_noise_multiplier(target_epsilon=min(budgets), **run_of)
@@ -116,8 +125,9 @@ def parameters(method, budgets, counts, training, delta, accountant="rdp"):
 
 
 def plan_of(method, groups, budgets, training, *, delta, accountant="rdp"):
-    """The plan of a method for examples in `groups`, (n,) numbers of entries of `budgets`, calibrated and accounted for
-    by one accountant."""
+    """The plan of a method for examples in `groups`, (n,) numbers of entries of `budgets`,
+    calibrated and accounted for by one accountant.
+    """
     counts = tuple(torch.bincount(groups, minlength=len(budgets)).tolist())
     noise, rates, norms = parameters(method, tuple(budgets), counts, training, delta, accountant)
     return DPSGDPlan(
@@ -149,18 +159,24 @@ def class_accuracy(logits, labels, classes=10):
 
 
 def as_printed(values, task, data):
-    """The values under the published names if the task's data are the paper's, else under the name of the data."""
-    return values if task.data == data else {f"{task.data}.{key}": value for key, value in values.items()}
+    """The values under the published names if the task's data are the paper's, else under the name
+    of the data.
+    """
+    return (
+        values
+        if task.data == data
+        else {f"{task.data}.{key}": value for key, value in values.items()}
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Trials:
     """Runs of each kind on one task, for each seed.
 
-    `kinds`: "dpsgd" and "loosest" (DP-SGD for all at the smallest and at the largest budget), "A.sample" (a
-    distribution of groups and a method), and "B.alone" (DP-SGD on the group with the smallest budget, without the
-    others).  A run is looked at after every `look` epochs, and its strictest group's own loss after every
-    `group_look`.
+    `kinds`: "dpsgd" and "loosest" (DP-SGD for all at the smallest and at the largest budget),
+    "A.sample" (a distribution of groups and a method), and "B.alone" (DP-SGD on the group with the
+    smallest budget, without the others). A run is looked at after every `look` epochs, and its
+    strictest group's own loss after every `group_look`.
     """
 
     task: Task
@@ -174,15 +190,22 @@ class Trials:
 
 
 def trial(config, kind, seed, run):
-    """One run: accuracy on test data over the epochs, at the end by class, and the strictest group's loss and accuracy.
+    """One run: accuracy on test data over the epochs, at the end by class, and the strictest
+    group's loss and accuracy.
 
-    Runs of one seed share the assignment of groups, the initial weights and the streams of random numbers.
+    Runs of one seed share the assignment of groups, the initial weights and the streams of random
+    numbers.
     """
     task, found = config.task, problem(config.task, run)
     setup, _, method = kind.rpartition(".")
     groups = assign(len(found.labels), config.groups[setup or "B"], seed)
     strictest = groups == 0
-    features, labels, training, budgets = found.features, found.labels, task.training, config.budgets
+    features, labels, training, budgets = (
+        found.features,
+        found.labels,
+        task.training,
+        config.budgets,
+    )
     if method == "alone":
         features, labels = features[strictest], labels[strictest]
         training = dataclasses.replace(training, examples=len(labels))
@@ -191,7 +214,13 @@ def trial(config, kind, seed, run):
         groups, budgets, method = torch.zeros_like(groups), budgets[-1:], "dpsgd"
     plan = plan_of(method, groups, budgets, training, delta=config.delta)
     model = network(task, seed)
-    seen = {"epochs": [], "accuracy": [], "group_epochs": [], "group_loss": [], "group_accuracy": []}
+    seen = {
+        "epochs": [],
+        "accuracy": [],
+        "group_epochs": [],
+        "group_loss": [],
+        "group_accuracy": [],
+    }
 
     def look(run_now):
         epoch = run_now.step // math.ceil(training.examples / training.batch)
@@ -204,9 +233,16 @@ def trial(config, kind, seed, run):
             seen["group_loss"].append(cross_entropy(logits, own_labels).mean())
             seen["group_accuracy"].append(accuracy(logits, own_labels))
 
-    test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
-    own_features, own_labels = (part[strictest].to(run.device) for part in (found.features, found.labels))
-    optimizer = torch.optim.SGD(model.to(run.device).parameters(), lr=task.learning_rate, momentum=task.momentum)
+    test_features, test_labels = (
+        found.test_features.to(run.device),
+        found.test_labels.to(run.device),
+    )
+    own_features, own_labels = (
+        part[strictest].to(run.device) for part in (found.features, found.labels)
+    )
+    optimizer = torch.optim.SGD(
+        model.to(run.device).parameters(), lr=task.learning_rate, momentum=task.momentum
+    )
     history = train(
         model,
         cross_entropy,
@@ -227,8 +263,9 @@ def trial(config, kind, seed, run):
 
 
 def trials(config, run):
-    """{kind: [what `trial` returns for each seed]}.  Trials that take minutes are kept in the data folder, so that more
-    seeds or kinds, and other exhibits, go on from them."""
+    """{kind: [what `trial` returns for each seed]}. Trials that take minutes are kept in the data
+    folder, so that more seeds or kinds, and other exhibits, go on from them.
+    """
     key = {
         "task": config.task,
         "budgets": config.budgets,
@@ -252,7 +289,9 @@ def trials(config, run):
 
 
 def final_accuracies(config, kinds, seeds, run, *, budgets=None, groups=None):
-    """{kind: final accuracy for each seed} of trials that other exhibits may have made already, or will share."""
+    """{kind: final accuracy for each seed} of trials that other exhibits may have made already, or
+    will share.
+    """
     found = trials(
         Trials(
             config.task,
@@ -268,17 +307,23 @@ def final_accuracies(config, kinds, seeds, run, *, budgets=None, groups=None):
 
 
 def accuracies(config, done):
-    """The trials' values: `mnist.A.sample` and so on, the curves of figure 1, and what appendix D.7 looks at."""
+    """The trials' values: `mnist.A.sample` and so on, the curves of figure 1, and what appendix D.7
+    looks at.
+    """
     values = {}
     for kind, each in done.items():
         for setup in [kind] if "." in kind else [f"{setup}.{kind}" for setup in config.groups]:
             values[f"{config.task.data}.{setup}"] = mean_and_sd(one["final"] for one in each)
         values[f"{kind}.final"] = [one["final"] for one in each]
-        values[f"{kind}.classes"] = [mean_and_sd(classes) for classes in zip(*(one["classes"] for one in each))]
+        values[f"{kind}.classes"] = [
+            mean_and_sd(classes) for classes in zip(*(one["classes"] for one in each))
+        ]
         for name in ("epochs", "group_epochs"):
             values[f"{kind}.{name}"] = each[0][name]
         for name in ("accuracy", "group_loss", "group_accuracy"):
-            values[f"{kind}.{name}"] = [mean_and_sd(looks) for looks in zip(*(one[name] for one in each))]
+            values[f"{kind}.{name}"] = [
+                mean_and_sd(looks) for looks in zip(*(one[name] for one in each))
+            ]
         values[f"{kind}.dropped"] = sum(one["dropped"] for one in each)
     return values
 
@@ -291,7 +336,8 @@ class Accuracies(Trials):
 
 
 def tuned(task, kind):
-    """The task with the hyperparameters of table 6 for "A.sample" and its like; DP-SGD keeps those of table 5.
+    """The task with the hyperparameters of table 6 for "A.sample" and its like; DP-SGD keeps those
+    of table 5.
 
     >>> tuned(SVHN, "A.scale").training, tuned(SVHN, "A.scale").learning_rate
     (Training(examples=73257, batch=1024, epochs=50, clip=2.0), 0.1)
@@ -312,10 +358,15 @@ def tuned(task, kind):
 
 
 def larger_tasks(config, run, hyperparameters):
-    """`svhn.A.sample` and so on, for the tasks that need a GPU; each kind with `hyperparameters(task, kind)`."""
+    """`svhn.A.sample` and so on, for the tasks that need a GPU; each kind with
+    `hyperparameters(task, kind)`.
+    """
     values = {}
     for task in config.larger.values():
-        for kind in ("dpsgd", *(f"{setup}.{method}" for setup in config.groups for method in ("sample", "scale"))):
+        for kind in (
+            "dpsgd",
+            *(f"{setup}.{method}" for setup in config.groups for method in ("sample", "scale")),
+        ):
             own = dataclasses.replace(config, task=hyperparameters(task, kind), kinds=(kind,))
             final = [one["final"] for one in trials(own, run)[kind]]
             for name in [kind] if "." in kind else [f"{setup}.{kind}" for setup in config.groups]:

@@ -27,7 +27,9 @@ from dpcompanion.training import Callbacks, DPSGDPlan, NormTracker, cross_entrop
 
 @dataclasses.dataclass(frozen=True)
 class Descent:
-    """How a filtered run goes: rate 1 is gradient descent on all examples, a smaller one Poisson batches."""
+    """How a filtered run goes: rate 1 is gradient descent on all examples, a smaller one Poisson
+    batches.
+    """
 
     sample_rate: float
     clip: float
@@ -39,8 +41,9 @@ class Descent:
 class Filtered:
     """Table 4: training in which every person leaves when their budget is spent.
 
-    DP-SGD takes the descent's steps, at the noise with which they cost the smallest budget; runs with a filter take
-    `longer` times as many, at the same noise.  `assigned`: the budgets of either half of the examples.
+    DP-SGD takes the descent's steps, at the noise with which they cost the smallest budget; runs
+    with a filter take `longer` times as many, at the same noise. `assigned`: the budgets of either
+    half of the examples.
     """
 
     task: Task
@@ -56,7 +59,9 @@ class Filtered:
 
 
 def filtered(config, descent, kind, seed, run):
-    """One run: the accuracy, and the share of examples that are still in, after each step and at the end."""
+    """One run: the accuracy, and the share of examples that are still in, after each step and at
+    the end.
+    """
     task, found = config.task, problem(config.task, run)
     n, steps = len(found.labels), descent.steps
     noise = find_noise_multiplier(
@@ -66,17 +71,27 @@ def filtered(config, descent, kind, seed, run):
         steps=steps,
         accountant="rdp",
     )
-    own = {"sample_rate": descent.sample_rate, "max_grad_norm": descent.clip, "noise_multiplier": noise}
+    own = {
+        "sample_rate": descent.sample_rate,
+        "max_grad_norm": descent.clip,
+        "noise_multiplier": noise,
+    }
     taken = steps if kind == "dpsgd" else round(config.longer * steps)
     plan = DPSGDPlan(n=n, steps=taken, delta=config.delta, accountant="rdp", **own)
     model = network(task, seed).to(run.device)
     examples = found.features.to(run.device), found.labels.to(run.device)
-    test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
+    test_features, test_labels = (
+        found.test_features.to(run.device),
+        found.test_labels.to(run.device),
+    )
     active, course, budget = [], [], None
     if kind != "dpsgd":
         budgets = torch.tensor(config.assigned[kind], dtype=torch.float64)[assign(n, (1, 1), seed)]
-        budget = RenyiFilter.for_epsilon(n, target_epsilons=budgets, target_delta=config.delta, **own)
-    # Norms are renewed once an epoch, which in full batches is every step; gradients are clipped to them.
+        budget = RenyiFilter.for_epsilon(
+            n, target_epsilons=budgets, target_delta=config.delta, **own
+        )
+    # Norms are renewed once an epoch, which in full batches is every step; gradients are clipped to
+    # them.
     tracker = budget and NormTracker.for_plan(
         plan, model, cross_entropy, examples, clipping="individual", budget=budget
     )
@@ -85,7 +100,9 @@ def filtered(config, descent, kind, seed, run):
         active.append(float(budget.active.double().mean()) if budget else 1.0)
         course.append(accuracy(predictions(model, test_features), test_labels))
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=descent.learning_rate, momentum=task.momentum)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=descent.learning_rate, momentum=task.momentum
+    )
     train(
         model,
         cross_entropy,
@@ -118,10 +135,11 @@ def filtered(config, descent, kind, seed, run):
     paper=Filtered(MNIST, {"full": Descent(1.0, 1.0, 30, 4.0)}, seeds=(0, 1, 2)),
 )
 def table_4(config, run):
-    """Accuracy with a filter, alone and with individual budgets; over the steps the mean accuracy, `course`, and with
-    the first seed who is left, `active` (figure 3).
+    """Accuracy with a filter, alone and with individual budgets; over the steps the mean accuracy,
+    `course`, and with the first seed who is left, `active` (figure 3).
 
-    The first descent has the published names; `full_long` and `poisson_long` clip where few gradients reach.
+    The first descent has the published names; `full_long` and `poisson_long` clip where few
+    gradients reach.
     """
     pieces = {
         f"{descent}.{kind}.seed-{seed}": (descent, kind, seed)
@@ -140,10 +158,14 @@ def table_4(config, run):
         for kind in config.kinds:
             each = [done[f"{descent}.{kind}.seed-{seed}"] for seed in config.seeds]
             name = f"{descent}.{kind}" if number else kind
-            values |= as_printed({name: mean_and_sd(one["final"] for one in each)}, config.task, "mnist")
+            values |= as_printed(
+                {name: mean_and_sd(one["final"] for one in each)}, config.task, "mnist"
+            )
             values |= {
                 f"{descent}.{kind}.final": [one["final"] for one in each],
-                f"{descent}.{kind}.course": [mean_and_sd(at) for at in zip(*(one["course"] for one in each))],
+                f"{descent}.{kind}.course": [
+                    mean_and_sd(at) for at in zip(*(one["course"] for one in each))
+                ],
                 f"{descent}.{kind}.active": each[0]["active"],
                 f"{descent}.{kind}.largest": max(one["largest"] for one in each),
             }
@@ -151,7 +173,9 @@ def table_4(config, run):
 
 
 @finding(
-    "idp-sgd/table-4", "the filter alone is ahead of DP-SGD, and assignment ahead of the filter: paired over the seeds"
+    "idp-sgd/table-4",
+    "the filter alone is ahead of DP-SGD, and assignment ahead of the filter: paired over the "
+    "seeds",
 )
 def filter_gains(record):
     for descent in record.config["descents"]:
@@ -164,13 +188,21 @@ def filter_gains(record):
         )
 
 
-@finding("idp-sgd/figure-3", "with assignment more examples are active, on average over the run", of="idp-sgd/table-4")
+@finding(
+    "idp-sgd/figure-3",
+    "with assignment more examples are active, on average over the run",
+    of="idp-sgd/table-4",
+)
 def more_stay(record):
     examples = next(entry["examples"] for entry in record.data)
     for descent in record.config["descents"]:
-        # Each example is active for a share of the run: no such average varies more than that of zeros and ones.
+        # Each example is active for a share of the run: no such average varies more than that of
+        # zeros and ones.
         shares = [
-            intervals.share(round(float(np.mean(record.values[f"{descent}.{kind}.active"])) * examples), examples)
+            intervals.share(
+                round(float(np.mean(record.values[f"{descent}.{kind}.active"])) * examples),
+                examples,
+            )
             for kind in ("accounting", "accounting_and_assignment")
         ]
         yield (

@@ -12,7 +12,11 @@ WORDS: dict[str, str] = {
     "dpsgd": "DP-SGD",
     "sample": "Sample",
     "scale": "Scale",
-    **{f"{method.lower()}_{setup}": f"{method} {setup}" for method in ("Sample", "Scale") for setup in "AB"},
+    **{
+        f"{method.lower()}_{setup}": f"{method} {setup}"
+        for method in ("Sample", "Scale")
+        for setup in "AB"
+    },
     "sigma": "σ",
     "sigma_scale": "σ of Scale",
     "sigma_sample": "σ of Sample",
@@ -47,4 +51,6 @@ def shown(values: Iterable[float]) -> str:
 
 def spread(found: MeanSD, digits: int = 1) -> str:
     """A mean and its standard deviation, if there is one."""
-    return f"{found.mean:.{digits}f}" + ("" if math.isnan(found.sd) else f" ± {found.sd:.{digits}f}")
+    return f"{found.mean:.{digits}f}" + (
+        "" if math.isnan(found.sd) else f" ± {found.sd:.{digits}f}"
+    )

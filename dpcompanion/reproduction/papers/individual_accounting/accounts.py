@@ -1,4 +1,6 @@
-"""Individual accounts, by example and by group: figures 1, 2, 3 and 6, and beside losses in figure 5."""
+"""Individual accounts, by example and by group: figures 1, 2, 3 and 6, and beside losses in figure
+5.
+"""
 
 import dataclasses
 
@@ -6,7 +8,14 @@ import numpy as np
 
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
-from dpcompanion.reproduction.papers.common import histogram, left_out, named, rank, reported, runnable
+from dpcompanion.reproduction.papers.common import (
+    histogram,
+    left_out,
+    named,
+    rank,
+    reported,
+    runnable,
+)
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
     CIFAR10_RESNET,
     LABELS,
@@ -24,7 +33,9 @@ from dpcompanion.reproduction.papers.yu import WORST, Study, correlation_with_ex
 
 @experiment(f"{NAME}/figure-1", quick=Study(QUICK), paper=Study(at_length(PAPER)))
 def figure_1(config, run):
-    """Each example's epsilon by RDP, the share that reaches the worst case, and the same histories by PLD."""
+    """Each example's epsilon by RDP, the share that reaches the worst case, and the same histories
+    by PLD.
+    """
     values, arrays = left_out(config, run), {}
     for name, task in runnable(config, run).items():
         found = trained(task, config.seed, run)
@@ -57,9 +68,13 @@ def figure_1(config, run):
 
 def of_examples(record, name, share):
     """The interval of a share of a task's training examples."""
-    source = record.config["tasks"][name]["data"].partition("-")[0] if "tasks" in record.config else ""
+    source = (
+        record.config["tasks"][name]["data"].partition("-")[0] if "tasks" in record.config else ""
+    )
     sizes = [
-        entry["examples"] for entry in record.data if entry["split"] == "train" and entry["name"].startswith(source)
+        entry["examples"]
+        for entry in record.data
+        if entry["split"] == "train" and entry["name"].startswith(source)
     ]
     return intervals.share(round(share * sizes[0]), sizes[0]) if sizes else intervals.unknown(share)
 
@@ -76,7 +91,10 @@ def by_groups(config, run, **changes):
     values = left_out(config, run)
     for name, task in runnable(config, run).items():
         found = trained(dataclasses.replace(task, **changes), config.seed, run)
-        epsilon, accuracy = found.by_group(found.epsilon()), found.by_group(found.test_right, test=True)
+        epsilon, accuracy = (
+            found.by_group(found.epsilon()),
+            found.by_group(found.test_right, test=True),
+        )
         worst, best = int(accuracy.argmin()), int(accuracy.argmax())
         values |= named(
             name,
@@ -92,12 +110,17 @@ def by_groups(config, run, **changes):
 
 
 @experiment(
-    f"{NAME}/figure-2", quick=Study(QUICK), paper=Study({name: PAPER[name] for name in ("cifar10", "utkface_gender")})
+    f"{NAME}/figure-2",
+    quick=Study(QUICK),
+    paper=Study({name: PAPER[name] for name in ("cifar10", "utkface_gender")}),
 )
 def figure_2(config, run):
     """Test accuracy and mean epsilon by class or race."""
     values = by_groups(config, run)
-    for name, above, below in (("cifar10", "cat", "automobile"), ("utkface_gender", "asian", "indian")):
+    for name, above, below in (
+        ("cifar10", "cat", "automobile"),
+        ("utkface_gender", "asian", "indian"),
+    ):
         if f"{name}.mean_epsilon" in values:
             groups = [group.lower() for group in examples(config.tasks[name].data).names]
             mean = dict(zip(groups, values[f"{name}.mean_epsilon"]))
@@ -106,7 +129,9 @@ def figure_2(config, run):
     return values
 
 
-@experiment(f"{NAME}/figure-6", quick=Study(QUICK), paper=Study(at_length(subset("mnist", "utkface_age"))))
+@experiment(
+    f"{NAME}/figure-6", quick=Study(QUICK), paper=Study(at_length(subset("mnist", "utkface_age")))
+)
 def figure_6(config, run):
     """Test accuracy and mean epsilon by class or race."""
     return by_groups(config, run)
@@ -124,7 +149,9 @@ def figure_6(config, run):
 )
 def underserved(record):
     for name in reported(record):
-        r, more = correlation_with_extremes(*(record.values[f"{name}.{key}"] for key in ("accuracy", "mean_epsilon")))
+        r, more = correlation_with_extremes(
+            *(record.values[f"{name}.{key}"] for key in ("accuracy", "mean_epsilon"))
+        )
         yield (
             LABELS[name],
             f"rank correlation {r:.1f}, {more.estimate:+.0f}%",
@@ -132,9 +159,13 @@ def underserved(record):
         )
 
 
-@experiment(f"{NAME}/figure-3", quick=Study(QUICK), paper=Study({**LONG, "cifar10": CIFAR10_RESNET}))
+@experiment(
+    f"{NAME}/figure-3", quick=Study(QUICK), paper=Study({**LONG, "cifar10": CIFAR10_RESNET})
+)
 def figure_3(config, run):
-    """Median gradient norm of each class in the reference sample, in units of C: at first, and after each epoch."""
+    """Median gradient norm of each class in the reference sample, in units of C: at first, and
+    after each epoch.
+    """
     values, arrays = left_out(config, run), {}
     for name, task in runnable(config, run).items():
         found = trained(task, config.seed, run)
@@ -166,7 +197,9 @@ def stratified(record):
         )
         # Classes that are drawn again never lie further apart than all of them: as far up as down.
         spread = intervals.Interval(spread.estimate, spread.low, 2 * spread.estimate - spread.low)
-        order = intervals.rank_correlation(record.values[f"{name}.half_time_to_end"], medians.shape[1])
+        order = intervals.rank_correlation(
+            record.values[f"{name}.half_time_to_end"], medians.shape[1]
+        )
         yield (
             LABELS[name],
             f"{spread:.1f} times; rank correlation {order:.1f}",
@@ -187,7 +220,9 @@ def against_loss(config, run, points=1500, **changes):
             spearman=rank(epsilon, found.losses),
             worst_case=found.worst_case,
         )
-        arrays |= named(name, epsilon=np.float32(epsilon[some]), losses=np.float32(found.losses[some]))
+        arrays |= named(
+            name, epsilon=np.float32(epsilon[some]), losses=np.float32(found.losses[some])
+        )
     return values, arrays
 
 
@@ -197,7 +232,10 @@ def figure_5(config, run):
     return against_loss(config, run)
 
 
-@finding(f"{NAME}/figures-7-8", "with individual clipping, Pearson's r between epsilon and log loss is above 0.9")
+@finding(
+    f"{NAME}/figures-7-8",
+    "with individual clipping, Pearson's r between epsilon and log loss is above 0.9",
+)
 @finding(f"{NAME}/figure-5", "Pearson's r between epsilon and log loss is above 0.9")
 def loss_tells(record):
     for name in reported(record):

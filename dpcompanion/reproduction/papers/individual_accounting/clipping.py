@@ -6,8 +6,19 @@ import numpy as np
 
 from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment, finding
-from dpcompanion.reproduction.papers.common import histogram, left_out, named, rank, reported, runnable
-from dpcompanion.reproduction.papers.individual_accounting.accounts import against_loss, by_groups, of_examples
+from dpcompanion.reproduction.papers.common import (
+    histogram,
+    left_out,
+    named,
+    rank,
+    reported,
+    runnable,
+)
+from dpcompanion.reproduction.papers.individual_accounting.accounts import (
+    against_loss,
+    by_groups,
+    of_examples,
+)
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
     CIFAR10,
     CIFAR10_RESNET,
@@ -33,8 +44,9 @@ class Clippings(Tasks):
 
 
 def clipped(task, clipping, seed, run):
-    """A run with norms renewed once an epoch. Accounting does not change a run that clips to the maximum, so the
-    first seed's is the one that other exhibits have."""
+    """A run with norms renewed once an epoch. Accounting does not change a run that clips to the
+    maximum, so the first seed's is the one that other exhibits have.
+    """
     changes = {} if clipping == "maximum" and seed == 0 else {**ONCE, "clipping": clipping}
     return trained(dataclasses.replace(task, **changes), seed, run)
 
@@ -45,7 +57,9 @@ def table_3(config, run):
     values = left_out(config, run)
     for name, task in runnable(config, run).items():
         for clipping in ("individual", "maximum"):
-            accuracies = [100 * clipped(task, clipping, seed, run).accuracy for seed in config.seeds]
+            accuracies = [
+                100 * clipped(task, clipping, seed, run).accuracy for seed in config.seeds
+            ]
             values[f"{name}.{clipping}"] = records.mean_and_sd(accuracies)
     return values
 
@@ -53,7 +67,9 @@ def table_3(config, run):
 @finding(f"{NAME}/table-3", "individual clipping costs at most half a point of accuracy")
 def clipping_is_free(record):
     for name in reported(record):
-        cost = intervals.unpaired(*(record.values[f"{name}.{clipping}"] for clipping in ("maximum", "individual")))
+        cost = intervals.unpaired(
+            *(record.values[f"{name}.{clipping}"] for clipping in ("maximum", "individual"))
+        )
         yield LABELS[name], f"{cost:+z.1f} points", cost.at_most(0.5)
 
 
@@ -76,13 +92,20 @@ def figures_7_8(config, run):
     return values, arrays
 
 
-@finding(f"{NAME}/figures-7-8", "the groups stand in exactly the same order with and without individual clipping")
+@finding(
+    f"{NAME}/figures-7-8",
+    "the groups stand in exactly the same order with and without individual clipping",
+)
 def same_order(record):
     for name in reported(record):
         groups = len(record.values[f"{name}.mean_epsilon"])
         agreement = intervals.rank_correlation(record.values[f"{name}.orders_agree"], groups)
         # Half of the smallest step that the rank correlation of so many groups can take.
-        yield LABELS[name], f"rank correlation {agreement:.2f}", agreement.at_least(1 - 6 / (groups**3 - groups))
+        yield (
+            LABELS[name],
+            f"rank correlation {agreement:.2f}",
+            agreement.at_least(1 - 6 / (groups**3 - groups)),
+        )
 
 
 HALF_TIME = {"mnist_cnn": dataclasses.replace(MNIST_CNN, epochs=2)}
@@ -95,13 +118,21 @@ class Sweep(Study):
     multiples: tuple = (0.1, 0.3, 0.5, 1.5)
 
 
-@experiment(f"{NAME}/figures-9-10", quick=Sweep(QUICK), paper=Sweep({**HALF_TIME, "cifar10": CIFAR10_RESNET}))
+@experiment(
+    f"{NAME}/figures-9-10",
+    quick=Sweep(QUICK),
+    paper=Sweep({**HALF_TIME, "cifar10": CIFAR10_RESNET}),
+)
 def figures_9_10(config, run):
-    """Distribution of epsilon, test accuracy and mean epsilon by class for clip norms around the median."""
+    """Distribution of epsilon, test accuracy and mean epsilon by class for clip norms around the
+    median.
+    """
     values, arrays = left_out(config, run), {}
     for name, task in runnable(config, run).items():
         for multiple in config.multiples:
-            found = trained(dataclasses.replace(task, **ONCE, median_multiple=multiple), config.seed, run)
+            found = trained(
+                dataclasses.replace(task, **ONCE, median_multiple=multiple), config.seed, run
+            )
             epsilon, key = found.epsilon(), clip_key(multiple)
             groups, accuracy = found.by_group(epsilon), found.by_group(found.test_right, test=True)
             at_worst = (epsilon >= WORST * found.worst_case).mean()
@@ -117,12 +148,17 @@ def figures_9_10(config, run):
             values[f"{name}.worst_case"] = found.worst_case
             arrays[f"{name}.{key}"] = histogram(epsilon, found.worst_case)
             if name == "cifar10":
-                values |= {f"share_at_worst_case.{key}": at_worst, f"cat.{key}": groups[3], f"ship.{key}": groups[8]}
+                values |= {
+                    f"share_at_worst_case.{key}": at_worst,
+                    f"cat.{key}": groups[3],
+                    f"ship.{key}": groups[8],
+                }
     return values, arrays
 
 
 @finding(
-    f"{NAME}/figures-9-10", "the share at the worst case falls as C grows, from more than half to less than a tenth"
+    f"{NAME}/figures-9-10",
+    "the share at the worst case falls as C grows, from more than half to less than a tenth",
 )
 def fewer_at_the_worst_case(record):
     for name in reported(record):
@@ -135,7 +171,8 @@ def fewer_at_the_worst_case(record):
 
 @finding(
     f"{NAME}/figures-9-10",
-    "from 1.5 M to 0.5 M the mean epsilon of the least accurate class grows by more than that of the most accurate",
+    "from 1.5 M to 0.5 M the mean epsilon of the least accurate class grows by more than that of "
+    "the most accurate",
 )
 def the_underserved_pay_more(record):
     def more(right, growth):
@@ -146,16 +183,22 @@ def the_underserved_pay_more(record):
         return worst - best
 
     for name in reported(record):
-        before, after = (np.array(record.values[f"{name}.{key}.mean_epsilon"]) for key in ("c15", "c05"))
-        gap = intervals.bootstrap(more, np.array(record.values[f"{name}.c15.class_accuracy"]), after - before)
+        before, after = (
+            np.array(record.values[f"{name}.{key}.mean_epsilon"]) for key in ("c15", "c05")
+        )
+        gap = intervals.bootstrap(
+            more, np.array(record.values[f"{name}.c15.class_accuracy"]), after - before
+        )
         yield LABELS[name], f"{gap:+.1f} more", gap.above(0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Large(Study):
-    """Figure 12: the clip norms that stand for the paper's 5 and 10, in units of the median norm at initialisation.
+    """Figure 12: the clip norms that stand for the paper's 5 and 10, in units of the median norm at
+    initialisation.
 
-    The paper's C is 1, at which 35% of CIFAR-10 reach the worst case, as many as of the digits at 0.3 medians.
+    The paper's C is 1, at which 35% of CIFAR-10 reach the worst case, as many as of the digits at
+    0.3 medians.
     """
 
     multiples: dict = dataclasses.field(default_factory=lambda: {"c5": 1.5, "c10": 3.0})
@@ -167,11 +210,17 @@ class Large(Study):
     paper=Large({**HALF_TIME, "cifar10": dataclasses.replace(CIFAR10, normalised=True)}),
 )
 def figure_12(config, run):
-    """Pearson's r of epsilon with log loss for large clip norms; on CIFAR-10 these are the paper's."""
+    """Pearson's r of epsilon with log loss for large clip norms; on CIFAR-10 these are the
+    paper's.
+    """
     values = left_out(config, run)
     for name, task in runnable(config, run).items():
         for key, multiple in config.multiples.items():
-            size = {"max_grad_norm": float(key[1:])} if name == "cifar10" else {"median_multiple": multiple}
+            size = (
+                {"max_grad_norm": float(key[1:])}
+                if name == "cifar10"
+                else {"median_multiple": multiple}
+            )
             found = trained(dataclasses.replace(task, **ONCE, **size), config.seed, run)
             r = with_log_loss(found.epsilon(), found.losses)
             values |= {f"{name}.{key}": r, f"{name}.{key}.accuracy": found.accuracy}
@@ -180,11 +229,17 @@ def figure_12(config, run):
     return values
 
 
-@finding(f"{NAME}/figure-12", "Pearson's r between epsilon and log loss is above 0.85 for both clip norms")
+@finding(
+    f"{NAME}/figure-12",
+    "Pearson's r between epsilon and log loss is above 0.85 for both clip norms",
+)
 def large_clip_norms_too(record):
-    # The record holds r and no examples: losses have heavy tails, for which r alone has no honest interval.
+    # The record holds r and no examples: losses have heavy tails, for which r alone has no honest
+    # interval.
     for name in reported(record):
-        found = [intervals.unknown(record.values[f"{name}.{key}"]) for key in record.config["multiples"]]
+        found = [
+            intervals.unknown(record.values[f"{name}.{key}"]) for key in record.config["multiples"]
+        ]
         yield (
             LABELS[name],
             ", ".join(f"{r.estimate:.2f}" for r in found) + " (no interval)",

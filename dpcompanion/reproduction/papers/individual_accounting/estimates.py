@@ -12,7 +12,14 @@ from dpcompanion.accounting import rdp_sampled_gaussian
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
-from dpcompanion.reproduction.papers.common import left_out, named, pearson, rank, reported, runnable
+from dpcompanion.reproduction.papers.common import (
+    left_out,
+    named,
+    pearson,
+    rank,
+    reported,
+    runnable,
+)
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
     CIFAR10,
     CPU,
@@ -30,14 +37,17 @@ from dpcompanion.reproduction.papers.yu import Study
 
 @dataclasses.dataclass(frozen=True)
 class Estimates(Study):
-    """Figure 4: how often norms are refreshed in an epoch. Three times in 20 epochs are about as many refreshes as the
-    paper's 100 epochs have at 0.5."""
+    """Figure 4: how often norms are refreshed in an epoch. Three times in 20 epochs are about as
+    many refreshes as the paper's 100 epochs have at 0.5.
+    """
 
     refreshes: tuple = (0.5, 1.0, 2.0, 3.0)
 
 
 def estimate_errors(found, refreshes):
-    """Accounts of the reference examples with norms refreshed so often, beside those with norms at every step."""
+    """Accounts of the reference examples with norms refreshed so often, beside those with norms at
+    every step.
+    """
     exact, estimate = found.reference_epsilon(), found.reference_epsilon(refreshes)
     error = estimate - exact
     return (
@@ -56,10 +66,11 @@ def estimate_errors(found, refreshes):
 
 @experiment(f"{NAME}/figure-4", quick=Estimates(QUICK), paper=Estimates(at_length(PAPER)))
 def figure_4(config, run):
-    """Estimates with norms refreshed now and then, beside norms at every step, for examples drawn beforehand.
+    """Estimates with norms refreshed now and then, beside norms at every step, for examples drawn
+    beforehand.
 
-    Without rounding. Under-stated means by more than a part in a thousand. Arrays: exact epsilons, and estimates for
-    each of `refreshes`.
+    Without rounding. Under-stated means by more than a part in a thousand. Arrays: exact epsilons,
+    and estimates for each of `refreshes`.
     """
     values, arrays = left_out(config, run), {}
     for name, task in runnable(config, run).items():
@@ -69,7 +80,9 @@ def figure_4(config, run):
             errors, exact, estimate = estimate_errors(found, refreshes)
             values |= named(f"{name}.gamma_{refreshes:g}", **errors)
             estimates.append(estimate)
-        arrays |= named(name, exact=np.asarray(exact, np.float32), estimates=np.asarray(estimates, np.float32))
+        arrays |= named(
+            name, exact=np.asarray(exact, np.float32), estimates=np.asarray(estimates, np.float32)
+        )
     return values, arrays
 
 
@@ -87,7 +100,9 @@ def more_refreshes_help(record):
         exact, estimates = (record.arrays[f"{name}.{key}"] for key in ("exact", "estimates"))
         rises = [
             intervals.bootstrap(
-                lambda x, few, many: intervals.correlation(x, many) - intervals.correlation(x, few), exact, *pair
+                lambda x, few, many: intervals.correlation(x, many) - intervals.correlation(x, few),
+                exact,
+                *pair,
             )
             for pair in zip(estimates, estimates[1:])
         ]
@@ -101,7 +116,9 @@ def more_refreshes_help(record):
 
 @dataclasses.dataclass(frozen=True)
 class Cost(Study):
-    """Table 1: how many examples, updates, and evaluations to time one by one; precisions r to compare on tasks."""
+    """Table 1: how many examples, updates, and evaluations to time one by one; precisions r to
+    compare on tasks.
+    """
 
     examples: int = 50000
     updates: int = 200
@@ -110,7 +127,9 @@ class Cost(Study):
 
 
 def nearest(norms, max_grad_norm, rounding):
-    """Norms as shares of C, rounded to the nearest of {r, 2r, ..., 1} as in the paper's algorithm 2."""
+    """Norms as shares of C, rounded to the nearest of {r, 2r, ..., 1} as in the paper's algorithm
+    2.
+    """
     levels = np.append(rounding * np.arange(1, math.ceil(1 / rounding - 1e-9)), 1.0)
     places = np.rint(norms.astype(np.float64) / max_grad_norm / rounding).astype(int)
     return levels[np.clip(places, 1, len(levels)) - 1]
@@ -118,11 +137,21 @@ def nearest(norms, max_grad_norm, rounding):
 
 @experiment(f"{NAME}/table-1", quick=Cost(QUICK, examples=10000), paper=Cost(CPU))
 def table_1(config, run):
-    """Processor seconds for the accounts of many examples with and without rounding; what rounding does to epsilon."""
-    norms = torch.rand(config.updates, config.examples, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    """Processor seconds for the accounts of many examples with and without rounding; what rounding
+    does to epsilon.
+    """
+    norms = torch.rand(
+        config.updates,
+        config.examples,
+        generator=torch.Generator().manual_seed(0),
+        dtype=torch.float64,
+    )
     norms = (2 * norms**2).clamp(max=1)
     parameters: dict[str, Any] = {"sample_rate": 4096 / 50000, "noise_multiplier": 3.0}
-    values: dict[str, Any] = {"with_rounding.evaluations": 100, "without_rounding.evaluations": norms.numel()}
+    values: dict[str, Any] = {
+        "with_rounding.evaluations": 100,
+        "without_rounding.evaluations": norms.numel(),
+    }
     for kind, rounding in (("with_rounding", 0.01), ("without_rounding", None)):
         started = time.process_time()
         accounts = IndividualAccountant(
@@ -134,7 +163,9 @@ def table_1(config, run):
         values[f"{kind}.seconds"] = time.process_time() - started
     started = time.process_time()
     for norm in norms[0, : config.evaluations].clamp(min=0.01).tolist():
-        rdp_sampled_gaussian(**{**parameters, "noise_multiplier": parameters["noise_multiplier"] / norm})
+        rdp_sampled_gaussian(
+            **{**parameters, "noise_multiplier": parameters["noise_multiplier"] / norm}
+        )
     one = (time.process_time() - started) / config.evaluations
     values["one_by_one.seconds_estimate"] = one * norms.numel()
     for name, task in runnable(config, run).items():
@@ -144,7 +175,11 @@ def table_1(config, run):
             shares = nearest(found.norms, plan.max_grad_norm, precision)
             # With C = 1 the shares lie on the accountant's own levels, and none of them moves up.
             rounded = account(
-                dataclasses.replace(plan, max_grad_norm=1.0), shares, found.passes, steps=plan.steps, rounding=precision
+                dataclasses.replace(plan, max_grad_norm=1.0),
+                shares,
+                found.passes,
+                steps=plan.steps,
+                rounding=precision,
             )
             for kind, epsilon in (("nearest", rounded), ("up", found.epsilon(rounding=precision))):
                 ratio = epsilon / exact
@@ -158,12 +193,18 @@ def table_1(config, run):
 
 
 @finding(
-    f"{NAME}/table-1", "accounts of all examples with rounding take less than 3 seconds, even on a machine half as fast"
+    f"{NAME}/table-1",
+    "accounts of all examples with rounding take less than 3 seconds, even on a machine half as "
+    "fast",
 )
 def rounding_is_cheap(record):
     seconds = record.values["with_rounding.seconds"]
     said = "less than 1.5 s" if seconds < 1.5 else f"{seconds:.1f} s"
-    yield f"{record.config['examples']:,} examples, processor time", said, intervals.timed(seconds).below(3)
+    yield (
+        f"{record.config['examples']:,} examples, processor time",
+        said,
+        intervals.timed(seconds).below(3),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,12 +217,16 @@ class Variants(Study):
 
 
 @experiment(
-    f"{NAME}/figures-13-14", quick=Variants(QUICK), paper=Variants({"mnist_cnn": MNIST_CNN, "cifar10": CIFAR10})
+    f"{NAME}/figures-13-14",
+    quick=Variants(QUICK),
+    paper=Variants({"mnist_cnn": MNIST_CNN, "cifar10": CIFAR10}),
 )
 def figures_13_14(config, run):
-    """Another loss and a smaller model: estimates against exact values, accuracy and mean epsilon by class.
+    """Another loss and a smaller model: estimates against exact values, accuracy and mean epsilon
+    by class.
 
-    The smaller model is linear; on CIFAR-10 it is the paper's two-layer CNN with its learning rate of 1.
+    The smaller model is linear; on CIFAR-10 it is the paper's two-layer CNN with its learning rate
+    of 1.
     """
     values, arrays = left_out(config, run), {}
     for name, task in runnable(config, run).items():
@@ -205,9 +250,14 @@ def figures_13_14(config, run):
                 mean_epsilon=groups,
                 paid_little=(epsilon <= 0.1 * found.worst_case).mean(),
             )
-            arrays |= named(f"{name}.{kind}", exact=np.float32(exact), estimate=np.float32(estimate))
+            arrays |= named(
+                f"{name}.{kind}", exact=np.float32(exact), estimate=np.float32(estimate)
+            )
             if name == "cifar10" and kind == "small":
-                values |= {"cat_mean_eps.wrn": values["cifar10.plain.mean_epsilon"][3], "cat_mean_eps.cnn": groups[3]}
+                values |= {
+                    "cat_mean_eps.wrn": values["cifar10.plain.mean_epsilon"][3],
+                    "cat_mean_eps.cnn": groups[3],
+                }
     return values, arrays
 
 
@@ -226,7 +276,10 @@ def estimates_hold_up(record):
         yield where, f"{r:.3f}", r.above(0.99)
 
 
-@finding(f"{NAME}/figures-13-14", "accuracy and mean epsilon of classes have a rank correlation of -0.5 or less")
+@finding(
+    f"{NAME}/figures-13-14",
+    "accuracy and mean epsilon of classes have a rank correlation of -0.5 or less",
+)
 def underserved_still(record):
     for where, row in _of_variants(record):
         r = intervals.rank_correlation(

@@ -7,16 +7,37 @@ from dpcompanion import attacks
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import left_out, named, rank, reported, runnable
-from dpcompanion.reproduction.papers.individual_accounting.runs import LABELS, NAME, QUICK, subset, trained
-from dpcompanion.reproduction.papers.yu import STABLE, Membership, near_one_half, trained_without_privacy
+from dpcompanion.reproduction.papers.individual_accounting.runs import (
+    LABELS,
+    NAME,
+    QUICK,
+    subset,
+    trained,
+)
+from dpcompanion.reproduction.papers.yu import (
+    STABLE,
+    Membership,
+    near_one_half,
+    trained_without_privacy,
+)
 
 
 def attacked(found, members, others, config):
-    """Success of the loss-threshold attack on each group and the ends of its 95% interval, means over the draws."""
+    """Success of the loss-threshold attack on each group and the ends of its 95% interval, means
+    over the draws.
+    """
     generator, rates = torch.Generator().manual_seed(config.seed), []
     for group in range(len(found.names)):
-        sides = torch.as_tensor(members)[found.groups == group], torch.as_tensor(others)[found.test_groups == group]
-        rates.append([attacks.loss_threshold_attack(*sides, generator=generator).success for _ in range(config.draws)])
+        sides = (
+            torch.as_tensor(members)[found.groups == group],
+            torch.as_tensor(others)[found.test_groups == group],
+        )
+        rates.append(
+            [
+                attacks.loss_threshold_attack(*sides, generator=generator).success
+                for _ in range(config.draws)
+            ]
+        )
     return dict(zip(("success", "low", "high"), np.mean(rates, axis=1).T))
 
 
@@ -26,7 +47,9 @@ def attacked(found, members, others, config):
     paper=Membership(subset("cifar10", "utkface_gender"), epochs=10),
 )
 def figure_11(config, run):
-    """Success of the loss-threshold attack on each group with and without DP, beside its mean epsilon."""
+    """Success of the loss-threshold attack on each group with and without DP, beside its mean
+    epsilon.
+    """
     values, seed = left_out(config, run), config.seed
     for name, task in runnable(config, run).items():
         found = trained(task, seed, run)
@@ -50,16 +73,21 @@ def figure_11(config, run):
 
 @finding(
     f"{NAME}/figure-11",
-    "without privacy, groups with a higher mean epsilon are attacked with more success (rank correlation 0.5 or more)",
+    "without privacy, groups with a higher mean epsilon are attacked with more success (rank "
+    "correlation 0.5 or more)",
 )
 def risk_follows_epsilon(record):
     for name in reported(record):
-        epsilon, success = (record.values[f"{name}.{key}"] for key in ("mean_epsilon", "nonprivate.success"))
+        epsilon, success = (
+            record.values[f"{name}.{key}"] for key in ("mean_epsilon", "nonprivate.success")
+        )
         r = intervals.rank_correlation(rank(epsilon, success), len(epsilon))
         yield LABELS[name], f"{r:.1f}", r.at_least(0.5)
 
 
-@finding(f"{NAME}/figure-11", "with DP, the success on every group lies within five points of one half")
+@finding(
+    f"{NAME}/figure-11", "with DP, the success on every group lies within five points of one half"
+)
 def private_models_resist(record):
     for name in reported(record):
         said, outcome = near_one_half(record.values, f"{name}.private")

@@ -9,7 +9,14 @@ from dpcompanion import release
 from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import left_out, named, reported, runnable
-from dpcompanion.reproduction.papers.individual_accounting.runs import LABELS, NAME, QUICK, at_length, subset, trained
+from dpcompanion.reproduction.papers.individual_accounting.runs import (
+    LABELS,
+    NAME,
+    QUICK,
+    at_length,
+    subset,
+    trained,
+)
 from dpcompanion.reproduction.papers.yu import STATISTICS, Study, released
 
 
@@ -22,9 +29,13 @@ class Release(Study):
     draws: int = 20
 
 
-@experiment(f"{NAME}/table-2", quick=Release(QUICK), paper=Release(at_length(subset("mnist", "cifar10"))))
+@experiment(
+    f"{NAME}/table-2", quick=Release(QUICK), paper=Release(at_length(subset("mnist", "cifar10")))
+)
 def table_2(config, run):
-    """Mean and quantiles of epsilon, released under one budget; mean and standard deviation over draws."""
+    """Mean and quantiles of epsilon, released under one budget; mean and standard deviation over
+    draws.
+    """
     values = left_out(config, run)
     for name, task in runnable(config, run).items():
         found = trained(task, config.seed, run)
@@ -33,17 +44,25 @@ def table_2(config, run):
         values |= named(f"{name}.non_private", **dict(zip(STATISTICS, true)))
         for method in release.METHODS:
             drawn = np.array(
-                [released(epsilon, found.worst_case, task.delta, config, method, draw) for draw in range(config.draws)]
+                [
+                    released(epsilon, found.worst_case, task.delta, config, method, draw)
+                    for draw in range(config.draws)
+                ]
             )
             error = records.mean_and_sd(100 * np.abs(drawn / true - 1).mean(1))
             if method == "cdf":
-                values |= named(f"{name}.released", **dict(zip(STATISTICS, map(records.mean_and_sd, drawn.T))))
+                values |= named(
+                    f"{name}.released", **dict(zip(STATISTICS, map(records.mean_and_sd, drawn.T)))
+                )
                 values[f"{name}.mean_error_percent"] = error
             values[f"{name}.{method}.mean_error_percent"] = error
     return values
 
 
-@finding(f"{NAME}/table-2", "the mean error of the released statistics, by the paper's method, is at most 5%")
+@finding(
+    f"{NAME}/table-2",
+    "the mean error of the released statistics, by the paper's method, is at most 5%",
+)
 def released_accurately(record):
     yield from _release_error(record, "andrew2021")
 
@@ -55,5 +74,6 @@ def released_by_distribution(record):
 
 def _release_error(record, method):
     for name in reported(record):
-        error = intervals.of_summary(*record.values[f"{name}.{method}.mean_error_percent"])  # over draws of the noise
+        # over draws of the noise
+        error = intervals.of_summary(*record.values[f"{name}.{method}.mean_error_percent"])
         yield LABELS[name], f"{error:.1f}%", error.at_most(5)

@@ -1,27 +1,43 @@
-"""ResNet-20 on CIFAR-10 for 10 epochs instead of 100: parts of exhibits whose own records are of a smaller network.
+"""ResNet-20 on CIFAR-10 for 10 epochs instead of 100: parts of exhibits whose own records are of a
+smaller network.
 
-In the paper ResNet-20 on CIFAR-10 is that of figures 3, 9 and 10; in figures 1, 2, 4, 5, 11 and table 2 its network for
-CIFAR-10 is WRN16-4.  Here one run serves all: not the first tenth of the paper's, but ten epochs with the noise that
-makes them cost its largest epsilon, 7.8; about one and a half hours of one core.  Norms are refreshed once in two
-epochs, those of 200 examples at every step.  The learning rate, 0.02, is ours, since the paper prints none; at 0.1 the
-loss rose at first.
+In the paper ResNet-20 on CIFAR-10 is that of figures 3, 9 and 10; in figures 1, 2, 4, 5, 11 and
+table 2 its network for CIFAR-10 is WRN16-4. Here one run serves all: not the first tenth of the
+paper's, but ten epochs with the noise that makes them cost its largest epsilon, 7.8; about one and
+a half hours of one core. Norms are refreshed once in two epochs, those of 200 examples at every
+step. The learning rate, 0.02, is ours, since the paper prints none; at 0.1 the loss rose at first.
 """
 
 import dataclasses
 
 from dpcompanion.reproduction.experiments import ask_also, experiment, finding
 from dpcompanion.reproduction.papers.common import named, runnable
-from dpcompanion.reproduction.papers.individual_accounting.accounts import figure_1, figure_2, figure_3, figure_5
+from dpcompanion.reproduction.papers.individual_accounting.accounts import (
+    figure_1,
+    figure_2,
+    figure_3,
+    figure_5,
+)
 from dpcompanion.reproduction.papers.individual_accounting.estimates import Estimates, figure_4
-from dpcompanion.reproduction.papers.individual_accounting.membership import attacked, private_models_resist
+from dpcompanion.reproduction.papers.individual_accounting.membership import (
+    attacked,
+    private_models_resist,
+)
 from dpcompanion.reproduction.papers.individual_accounting.releases import Release, table_2
-from dpcompanion.reproduction.papers.individual_accounting.runs import CIFAR10_RESNET, LABELS, NAME, trained
+from dpcompanion.reproduction.papers.individual_accounting.runs import (
+    CIFAR10_RESNET,
+    LABELS,
+    NAME,
+    trained,
+)
 from dpcompanion.reproduction.papers.yu import Study
 
 #: The task, and what readers call it.
 RESNET = "cifar10_resnet20"
 LABELS[RESNET] = "CIFAR-10, ResNet-20, 10 of 100 epochs"
-SHORT = dataclasses.replace(CIFAR10_RESNET, epochs=10, learning_rate=0.02, refreshes=0.5, reference=200, needs="")
+SHORT = dataclasses.replace(
+    CIFAR10_RESNET, epochs=10, learning_rate=0.02, refreshes=0.5, reference=200, needs=""
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +63,9 @@ for _exhibit, _function, _config in (
 
 @experiment(f"{NAME}/figure-11-resnet20", paper=Attack(_TASKS))
 def figure_11_with_dp(config, run):
-    """Success of the loss-threshold attack on each group of a model trained with DP, beside its mean epsilon."""
+    """Success of the loss-threshold attack on each group of a model trained with DP, beside its
+    mean epsilon.
+    """
     values = {}
     for name, task in runnable(config, run).items():
         found = trained(task, config.seed, run)
@@ -57,7 +75,9 @@ def figure_11_with_dp(config, run):
             training_accuracy=found.right.mean(),
             test_accuracy=found.accuracy,
         )
-        values |= named(f"{name}.private", **attacked(found.found, found.losses, found.test_losses, config))
+        values |= named(
+            f"{name}.private", **attacked(found.found, found.losses, found.test_losses, config)
+        )
     return values
 
 

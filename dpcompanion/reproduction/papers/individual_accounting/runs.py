@@ -9,37 +9,71 @@ import torch
 
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.reproduction.papers.common import Trace, pearson, within_the_piece
-from dpcompanion.reproduction.papers.yu import LOSSES, MNIST_5K, Examples, Task, build, examples, outcome, seconds
+from dpcompanion.reproduction.papers.yu import (
+    LOSSES,
+    MNIST_5K,
+    Examples,
+    Task,
+    build,
+    examples,
+    outcome,
+    seconds,
+)
 from dpcompanion.training import Callbacks, DPSGDPlan, gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
 
 NAME = "individual-accounting"
 MNIST_CNN = Task("mnist", "two-layer-cnn", 1024, 4, 2.4, 1.5)
-# Five times as long for the same epsilon takes 1.4 times the noise; the learning rate falls by as much.
+# Five times as long for the same epsilon takes 1.4 times the noise; the learning rate falls by as
+# much.
 MNIST_LONG = dataclasses.replace(MNIST_CNN, epochs=20, learning_rate=1.0)
-RESNET = {"momentum": 0.9, "weight_decay": 1e-3, "cosine": True, "normalised": False, "learning_rate": 0.1}
+RESNET = {
+    "momentum": 0.9,
+    "weight_decay": 1e-3,
+    "cosine": True,
+    "normalised": False,
+    "learning_rate": 0.1,
+}
 MNIST = Task("mnist", "resnet20", 1024, 100, 2.4, needs="a GPU, about an hour", **RESNET)
 CIFAR10 = Task(
-    "cifar10", "wrn16-4", 4096, 300, 7.8, 4.0, max_grad_norm=1.0, normalised=False, needs="a GPU of 32 GB, about a day"
+    "cifar10",
+    "wrn16-4",
+    4096,
+    300,
+    7.8,
+    4.0,
+    max_grad_norm=1.0,
+    normalised=False,
+    needs="a GPU of 32 GB, about a day",
 )
-CIFAR10_RESNET = Task("cifar10", "resnet20", 1024, 100, 7.8, needs="a GPU, about two hours", **RESNET)
-UTKFACE_GENDER = Task("utkface-gender", "resnet20", 1024, 100, 4.5, needs="a GPU, about an hour", **RESNET)
+CIFAR10_RESNET = Task(
+    "cifar10", "resnet20", 1024, 100, 7.8, needs="a GPU, about two hours", **RESNET
+)
+UTKFACE_GENDER = Task(
+    "utkface-gender", "resnet20", 1024, 100, 4.5, needs="a GPU, about an hour", **RESNET
+)
 UTKFACE_AGE = dataclasses.replace(UTKFACE_GENDER, data="utkface-age")
 
 QUICK = {"mnist-5k": MNIST_5K}
 CPU = {"mnist_cnn": MNIST_CNN}
 LONG = {"mnist_cnn": MNIST_LONG}
-PAPER = {**CPU, "mnist": MNIST, "cifar10": CIFAR10, "utkface_gender": UTKFACE_GENDER, "utkface_age": UTKFACE_AGE}
+PAPER = {
+    **CPU,
+    "mnist": MNIST,
+    "cifar10": CIFAR10,
+    "utkface_gender": UTKFACE_GENDER,
+    "utkface_age": UTKFACE_AGE,
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trained:
     """What a run of DP-SGD leaves.
 
-    `plan` and `task` say how it was trained. `passes` are the steps (from 0) before which every norm was
-    measured, `norms` (passes, n) what was found, at most C; `reference` are the examples measured at every step,
-    `reference_norms` (steps, reference); `medians` (epochs + 1, groups) are the medians of unclipped reference norms
-    by group. Losses are those of the final model.
+    `plan` and `task` say how it was trained. `passes` are the steps (from 0) before which every
+    norm was measured, `norms` (passes, n) what was found, at most C; `reference` are the examples
+    measured at every step, `reference_norms` (steps, reference); `medians` (epochs + 1, groups) are
+    the medians of unclipped reference norms by group. Losses are those of the final model.
     """
 
     task: Task
@@ -79,20 +113,41 @@ class Trained:
         rounding: float | None = 0.01,
         upto: int | None = None,
     ) -> np.ndarray:
-        """Every example's epsilon after `upto` steps (all by default), from all passes or from fewer `refreshes`."""
+        """Every example's epsilon after `upto` steps (all by default), from all passes or from
+        fewer `refreshes`.
+        """
         steps = self.plan.steps if upto is None else upto
         chosen = self.passes if refreshes is None else schedule(self.plan, refreshes)
         rows = np.searchsorted(self.passes, chosen, side="right") - 1
-        return account(self.plan, self.norms[rows], chosen, steps=steps, accountant=accountant, rounding=rounding)
+        return account(
+            self.plan,
+            self.norms[rows],
+            chosen,
+            steps=steps,
+            accountant=accountant,
+            rounding=rounding,
+        )
 
-    def reference_epsilon(self, refreshes: float = math.inf, *, rounding: float | None = None) -> np.ndarray:
-        """Epsilon of the reference examples when their norms are measured so often; at every step by default."""
+    def reference_epsilon(
+        self, refreshes: float = math.inf, *, rounding: float | None = None
+    ) -> np.ndarray:
+        """Epsilon of the reference examples when their norms are measured so often; at every step
+        by default.
+        """
         chosen = schedule(self.plan, refreshes)
-        return account(self.plan, self.reference_norms[chosen], chosen, steps=self.plan.steps, rounding=rounding)
+        return account(
+            self.plan,
+            self.reference_norms[chosen],
+            chosen,
+            steps=self.plan.steps,
+            rounding=rounding,
+        )
 
 
 def schedule(plan, refreshes):
-    """The steps (from 0) before which norms are measured, `refreshes` times an epoch, as by `NormTracker`."""
+    """The steps (from 0) before which norms are measured, `refreshes` times an epoch, as by
+    `NormTracker`.
+    """
     refreshes = min(refreshes, plan.steps_per_epoch)
     count = math.ceil(plan.steps * refreshes / plan.steps_per_epoch - 1e-9)
     steps = np.ceil(np.arange(count) * plan.steps_per_epoch / refreshes - 1e-9).astype(int)
@@ -100,9 +155,17 @@ def schedule(plan, refreshes):
 
 
 def account(
-    plan: DPSGDPlan, norms: Any, passes: Any, *, steps: int, accountant: str = "rdp", rounding: float | None = 0.01
+    plan: DPSGDPlan,
+    norms: Any,
+    passes: Any,
+    *,
+    steps: int,
+    accountant: str = "rdp",
+    rounding: float | None = 0.01,
 ) -> np.ndarray:
-    """Epsilon of each example whose norms (passes, n) hold from their pass to the next, (n,) numpy."""
+    """Epsilon of each example whose norms (passes, n) hold from their pass to the next, (n,)
+    numpy.
+    """
     accounts = IndividualAccountant.for_plan(
         dataclasses.replace(plan, n=norms.shape[1]), rounding=rounding, accountant=accountant
     )
@@ -118,7 +181,9 @@ def run_task(task, seed, device):
     found, loss, trace = examples(task.data, task.dtype), LOSSES[task.loss], Trace("medians")
     model = build(task.model, found, seed).to(device)
     x, y = found.x.to(device), found.y.to(device)
-    limit = task.max_grad_norm or task.median_multiple * float(gradient_norms(model, loss, x, y).median())
+    limit = task.max_grad_norm or task.median_multiple * float(
+        gradient_norms(model, loss, x, y).median()
+    )
     plan = make_plan(task, len(y), limit)
     optimizer = torch.optim.SGD(
         model.parameters(),
@@ -126,25 +191,37 @@ def run_task(task, seed, device):
         momentum=task.momentum,
         weight_decay=task.weight_decay,
     )
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, plan.steps) if task.cosine else None
+    scheduler = (
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, plan.steps) if task.cosine else None
+    )
 
     measured = {"keep_norms": True, "device": device}
     whole = NormTracker.for_plan(
-        plan, model, loss, (x, y), updates_per_epoch=task.refreshes, clipping=task.clipping, **measured
+        plan,
+        model,
+        loss,
+        (x, y),
+        updates_per_epoch=task.refreshes,
+        clipping=task.clipping,
+        **measured,
     )
     trackers = [whole]
     chosen = torch.as_tensor(np.random.RandomState(seed).permutation(len(y))[: task.reference])
     some = x[chosen.to(device)], y[chosen.to(device)]
     if task.reference:
         trackers.append(
-            NormTracker.for_plan(plan, model, loss, some, updates_per_epoch=math.inf, examples=chosen, **measured)
+            NormTracker.for_plan(
+                plan, model, loss, some, updates_per_epoch=math.inf, examples=chosen, **measured
+            )
         )
     groups = found.groups[chosen]
 
     def watch(_):
         if task.reference:
             norms = gradient_norms(model, loss, *some).cpu()
-            trace["medians"].append([float(norms[groups == group].median()) for group in range(len(found.names))])
+            trace["medians"].append(
+                [float(norms[groups == group].median()) for group in range(len(found.names))]
+            )
 
     watch(None)
     train(
@@ -155,7 +232,9 @@ def run_task(task, seed, device):
         optimizer=optimizer,
         seed=seed,
         trackers=trackers,
-        callbacks=Callbacks(on_epoch=watch, on_step=(lambda _: scheduler.step()) if scheduler else None),
+        callbacks=Callbacks(
+            on_epoch=watch, on_step=(lambda _: scheduler.step()) if scheduler else None
+        ),
         checkpoint=within_the_piece(looks=trace, scheduler=scheduler),
     )
     losses, right = outcome(model, loss, x, y)
@@ -192,7 +271,9 @@ def make_plan(task, n, max_grad_norm):
 
 
 def trained(task, seed, run):
-    """The run of a task with a seed, as `Trained`: computed once, and kept in the data folder if it takes long."""
+    """The run of a task with a seed, as `Trained`: computed once, and kept in the data folder if it
+    takes long.
+    """
     found = examples(task.data, task.dtype)
     run.note(found.provenance)
     plan = make_plan(task, len(found.y), 1.0)
@@ -220,7 +301,9 @@ LABELS = {
 
 
 def with_log_loss(epsilon, losses):
-    """Pearson's r between epsilon and the logarithm of the loss, over examples whose loss is above 0."""
+    """Pearson's r between epsilon and the logarithm of the loss, over examples whose loss is above
+    0.
+    """
     positive = losses > 0
     return pearson(epsilon[positive], np.log(losses[positive]))
 

@@ -29,7 +29,8 @@ from dpcompanion.training.tracking import NormTracker
 class Trajectories(Tasks):
     """Theorem 3.1: two adaptive steps in one dimension, and the seeds of whole runs.
 
-    In step 1 the example's gradient is `first`, in step 2 `low` where the first output lies below `turn`, else 1.
+    In step 1 the example's gradient is `first`, in step 2 `low` where the first output lies below
+    `turn`, else 1.
     """
 
     seeds: tuple = (0, 1, 2)
@@ -44,8 +45,10 @@ class Trajectories(Tasks):
 
 
 def two_steps(config, points=1201, reach=9.0):
-    """The mechanism of `Trajectories` on a grid of outputs: first outputs z, weights of cells (z, z'), densities of
-    both without the example and with it, and the RDP of each trajectory, (points, orders), at `orders`."""
+    """The mechanism of `Trajectories` on a grid of outputs: first outputs z, weights of cells (z,
+    z'), densities of both without the example and with it, and the RDP of each trajectory, (points,
+    orders), at `orders`.
+    """
     z = torch.linspace(-reach, reach, points, dtype=torch.float64)
     q, s = config.sample_rate, config.noise
 
@@ -63,13 +66,16 @@ def two_steps(config, points=1201, reach=9.0):
 
 
 def excess(a, b, epsilon):
-    """The delta that epsilon needs, max of P(S) - e^epsilon Q(S) in the worse direction, from the masses of cells."""
+    """The delta that epsilon needs, max of P(S) - e^epsilon Q(S) in the worse direction, from the
+    masses of cells.
+    """
     return max(float((p - math.exp(epsilon) * q).clamp(min=0).sum()) for p, q in ((a, b), (b, a)))
 
 
 def variance_shares(values):
-    """values (runs, n): which share of the variance lies between examples, corrected for what runs add to their means;
-    and the standard deviation between runs of the same example."""
+    """values (runs, n): which share of the variance lies between examples, corrected for what runs
+    add to their means; and the standard deviation between runs of the same example.
+    """
     within = values.var(0, ddof=1).mean()
     between = max(values.mean(0).var(ddof=1) - within / len(values), 0.0)
     return between / (between + within), math.sqrt(within)
@@ -77,24 +83,30 @@ def variance_shares(values):
 
 @experiment(f"{NAME}/theorem-3.1", quick=Trajectories(QUICK), paper=Trajectories(CPU))
 def theorem_3_1(config, run):
-    """What the account promises, by quadrature, on sets of trajectories that were fixed beforehand and on all of them;
-    and how much of an example's account is the example's own, over seeds.
+    """What the account promises, by quadrature, on sets of trajectories that were fixed beforehand
+    and on all of them; and how much of an example's account is the example's own, over seeds.
     """
     z, cell, without, with_it, rdp, orders = two_steps(config)
     without, with_it = without * cell, with_it * cell
     at = int((orders == config.order).nonzero())
     fixed_order = rdp_to_epsilon(rdp[:, [at]], orders[[at]], config.delta)[0]
     best_order = rdp_to_epsilon(rdp, orders, config.delta)[0]
-    thresholds = torch.linspace(float(fixed_order.min()) + 1e-6, float(fixed_order.max()), 15, dtype=torch.float64)
+    thresholds = torch.linspace(
+        float(fixed_order.min()) + 1e-6, float(fixed_order.max()), 15, dtype=torch.float64
+    )
     rows = []
     for threshold in thresholds.tolist():
         sets = [order <= threshold for order in (fixed_order, best_order)]
         needed = [excess(without[chosen], with_it[chosen], threshold) for chosen in sets]
-        rows.append((threshold, float(with_it[sets[0]].sum()), *needed, excess(without, with_it, threshold)))
+        rows.append(
+            (threshold, float(with_it[sets[0]].sum()), *needed, excess(without, with_it, threshold))
+        )
     columns = ("threshold", "probability", "on_set", "on_set_best_order", "everywhere")
     values = named("toy", delta=config.delta, **dict(zip(columns, map(list, zip(*rows)))))
     for name, task in runnable(config, run).items():
-        epsilons = np.stack([clipped(task, "maximum", seed, run).epsilon(refreshes=1.0) for seed in config.seeds])
+        epsilons = np.stack(
+            [clipped(task, "maximum", seed, run).epsilon(refreshes=1.0) for seed in config.seeds]
+        )
         pairs = [(a, b) for a in range(len(epsilons)) for b in range(a)]
         share, spread = variance_shares(epsilons)
         ratio = epsilons.max(0) / epsilons.min(0)
@@ -128,18 +140,29 @@ class Owners(Study):
 
 
 @experiment(
-    f"{NAME}/theorem-3.2", quick=Owners({"mnist-5k": dataclasses.replace(MNIST_5K, epochs=2)}), paper=Owners(CPU)
+    f"{NAME}/theorem-3.2",
+    quick=Owners({"mnist-5k": dataclasses.replace(MNIST_5K, epochs=2)}),
+    paper=Owners(CPU),
 )
 def theorem_3_2(config, run):
-    """Owners compute their epsilons from the models that training went through and their own example, nothing else."""
+    """Owners compute their epsilons from the models that training went through and their own
+    example, nothing else.
+    """
     values = {}
     for name, task in config.tasks.items():
         found, loss = examples(task.data, task.dtype), LOSSES[task.loss]
         run.note(found.provenance)
         model = build(task.model, found, config.seed)
-        plan = make_plan(task, len(found.y), float(gradient_norms(model, loss, found.x, found.y).median()))
+        plan = make_plan(
+            task, len(found.y), float(gradient_norms(model, loss, found.x, found.y).median())
+        )
         tracker = NormTracker.for_plan(
-            plan, model, loss, (found.x, found.y), clipping="individual", updates_per_epoch=task.refreshes
+            plan,
+            model,
+            loss,
+            (found.x, found.y),
+            clipping="individual",
+            updates_per_epoch=task.refreshes,
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate / plan.max_grad_norm)
         passes, seen = schedule(plan, task.refreshes), []
@@ -169,7 +192,10 @@ def theorem_3_2(config, run):
                 norms.append(gradient_norms(private, loss, *mine).clamp(max=plan.max_grad_norm))
             alone[owner] = account(plan, np.stack(norms), passes, steps=plan.steps)[0]
         values |= named(
-            name, owners=config.owners, largest_difference=np.abs(alone - tracked).max(), largest=tracked.max()
+            name,
+            owners=config.owners,
+            largest_difference=np.abs(alone - tracked).max(),
+            largest=tracked.max(),
         )
     return values
 
@@ -187,8 +213,13 @@ _PRINTED = Tasks({name: task for name, task in PAPER.items() if name not in CPU}
 
 @experiment(f"{NAME}/algorithms-1-2-3", quick=_PRINTED, paper=_PRINTED)
 def algorithms_1_2_3(config, run):
-    """The noise that the paper's largest epsilons take, which is not printed, and what PLD says of it."""
-    sizes, values = {"mnist": 60000, "cifar10": 50000, "utkface_gender": 15000, "utkface_age": 15000}, {}
+    """The noise that the paper's largest epsilons take, which is not printed, and what PLD says of
+    it.
+    """
+    sizes, values = (
+        {"mnist": 60000, "cifar10": 50000, "utkface_gender": 15000, "utkface_age": 15000},
+        {},
+    )
     for name, task in config.tasks.items():
         plan = make_plan(task, sizes[name], 1.0)
         values |= named(

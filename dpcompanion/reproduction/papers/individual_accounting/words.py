@@ -14,7 +14,9 @@ def shown(found):
 
 
 def every(chapter, exhibit):
-    """(kind, task, record) of an exhibit: those of `shown`, and between them that of CIFAR-10 where there is one."""
+    """(kind, task, record) of an exhibit: those of `shown`, and between them that of CIFAR-10 where
+    there is one.
+    """
     found = chapter.both(exhibit)
     runs = [(kind, task, found[kind]) for kind, task in shown(found)]
     part = chapter.recorded(f"{exhibit}-resnet20")
@@ -22,7 +24,9 @@ def every(chapter, exhibit):
 
 
 def grid(runs, height=3.0):
-    """The axes of a figure with a panel for each of `every`, two to a row; what is left over is empty."""
+    """The axes of a figure with a panel for each of `every`, two to a row; what is left over is
+    empty.
+    """
     rows = -(-len(runs) // 2)
     _, axes = plotting.figure(rows=rows, columns=min(2, len(runs)), height=height, squeeze=False)
     for ax in axes.flat[len(runs) :]:
@@ -34,11 +38,19 @@ def label(record, kind, what=""):
     """Data, epochs, what is special about a run, and where it comes from.
 
     >>> from types import SimpleNamespace
-    >>> label(SimpleNamespace(config={"tasks": {"mnist_cnn": {"epochs": 20}}}), "recorded", "three an epoch")
+    >>> label(
+    ...     SimpleNamespace(config={"tasks": {"mnist_cnn": {"epochs": 20}}}),
+    ...     "recorded",
+    ...     "three an epoch",
+    ... )
     'MNIST, 20 epochs, three an epoch (recorded)'
     """
     name = next(name for name in _DATA if name in record.config["tasks"])
-    parts = [_DATA[name], f"{record.config['tasks'][name]['epochs']} epochs", *([what] if what else [])]
+    parts = [
+        _DATA[name],
+        f"{record.config['tasks'][name]['epochs']} epochs",
+        *([what] if what else []),
+    ]
     return f"{', '.join(parts)} ({kind})"
 
 

@@ -15,7 +15,13 @@ Grids that take minutes are kept in the data folder, since many exhibits share t
 and an interrupted one goes on where it stopped.
 """
 
-from dpcompanion.reproduction.papers.intrinsic_privacy import audits, distances, grids, sensitivity, utility
+from dpcompanion.reproduction.papers.intrinsic_privacy import (
+    audits,
+    distances,
+    grids,
+    sensitivity,
+    utility,
+)
 from dpcompanion.reproduction.papers.intrinsic_privacy.audits import (
     KINDS,
     Audit,

@@ -27,8 +27,8 @@ from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import NAMES,
 
 @dataclasses.dataclass(frozen=True)
 class Audit(Grids):
-    """Fresh seeds for data set 0 and its `neighbours` that move the weights most, in units of the noise, and for as
-    many as `canaries` in which a made-up example takes another's place.
+    """Fresh seeds for data set 0 and its `neighbours` that move the weights most, in units of the
+    noise, and for as many as `canaries` in which a made-up example takes another's place.
 
     Half of the seeds fit the Gaussians and the distinguishers, the other half are counted.
     """
@@ -40,23 +40,30 @@ class Audit(Grids):
     first_seed: int = 100_000
 
 
-# Of shrinkage: a weight that none of the drawn batches moves has no noise at all, and its covariance no inverse.
+# Of shrinkage: a weight that none of the drawn batches moves has no noise at all, and its
+# covariance no inverse.
 _HAIR = 1e-9
 
 
 def worst_neighbors(weights, count):
-    """The data sets furthest from data set 0 by `mahalanobis`, of a small grid: candidates for an audit."""
+    """The data sets furthest from data set 0 by `mahalanobis`, of a small grid: candidates for an
+    audit.
+    """
     covariance, _ = op.noise_covariance(weights)
-    return (op.mahalanobis((weights[1:] - weights[:1]).mean(1), covariance).topk(count).indices + 1).tolist()
+    return (
+        op.mahalanobis((weights[1:] - weights[:1]).mean(1), covariance).topk(count).indices + 1
+    ).tolist()
 
 
 def gaussian_view(weights):
-    r"""Fitted Gaussians of data set 0 against each other one, over many more seeds than parameters: a dict.
+    r"""Fitted Gaussians of data set 0 against each other one, over many more seeds than parameters:
+    a dict.
 
-    `mu`: mahalanobis of the mean differences with the sample covariance, freed of what the estimates add to its square
-    (an inverse covariance is too large by (R - 1) / (R - d - 2), a squared difference by its own variance);
-    `mu_shrunk`: the same with the covariance shrunk by `shrinkage`, which drowns the directions of least noise;
-    `mu_pooled`: lengths of the differences over the pooled sigma; also `covariance`, `differences`.
+    `mu`: mahalanobis of the mean differences with the sample covariance, freed of what the
+    estimates add to its square (an inverse covariance is too large by (R - 1) / (R - d - 2), a
+    squared difference by its own variance); `mu_shrunk`: the same with the covariance shrunk by
+    `shrinkage`, which drowns the directions of least noise; `mu_pooled`: lengths of the differences
+    over the pooled sigma; also `covariance`, `differences`.
     """
     seeds, size = weights.shape[1:]
     coupled = weights[1:] - weights[:1]
@@ -81,15 +88,19 @@ def gaussian_view(weights):
 
 
 def gaussian_ratio(first, second):
-    """The log likelihood ratio of Gaussians fitted to two clouds of weights, (seeds, parameters), as a function."""
+    """The log likelihood ratio of Gaussians fitted to two clouds of weights, (seeds, parameters),
+    as a function.
+    """
     fits = []
     for cloud in (first, second):
-        covariance, _ = op.noise_covariance(cloud[None], shrinkage=_HAIR)  # any score is a valid distinguisher
+        # any score is a valid distinguisher
+        covariance, _ = op.noise_covariance(cloud[None], shrinkage=_HAIR)
         fits.append((cloud.mean(0), covariance, torch.linalg.slogdet(covariance).logabsdet))
 
     def score(weights):
         logs = [
-            -(op.mahalanobis(weights - mean, covariance) ** 2) / 2 - volume / 2 for mean, covariance, volume in fits
+            -(op.mahalanobis(weights - mean, covariance) ** 2) / 2 - volume / 2
+            for mean, covariance, volume in fits
         ]
         return logs[1] - logs[0]
 
@@ -97,7 +108,9 @@ def gaussian_ratio(first, second):
 
 
 def linear_classifier(first, second, *, ridge=1e-3, iterations=15):
-    """Logistic regression between two clouds of weights, by Newton's method on standardised weights, as a function."""
+    """Logistic regression between two clouds of weights, by Newton's method on standardised
+    weights, as a function.
+    """
     both = torch.cat((first, second))
     mean, scale = both.mean(0), both.std(0)
     x = torch.cat(((both - mean) / scale, torch.ones(len(both), 1, dtype=both.dtype)), 1)
@@ -105,13 +118,16 @@ def linear_classifier(first, second, *, ridge=1e-3, iterations=15):
     beta = torch.zeros(x.shape[1], dtype=x.dtype)
     for _ in range(iterations):
         p = (x @ beta).sigmoid()
-        hessian = (x * (p * (1 - p) + 1e-9)[:, None]).T @ x / len(x) + ridge * torch.eye(len(beta), dtype=x.dtype)
+        hessian = (x * (p * (1 - p) + 1e-9)[:, None]).T @ x / len(x) + ridge * torch.eye(
+            len(beta), dtype=x.dtype
+        )
         beta = beta - torch.linalg.solve(hessian, x.T @ (p - y) / len(x) + ridge * beta)
     return lambda weights: (weights - mean) / scale @ beta[:-1] + beta[-1]
 
 
 def counted(score, fit, trial, *, delta, confidence):
-    """Lower bounds on epsilon and mu: thresholds chosen on the `fit` clouds, counted on the `trial` clouds.
+    """Lower bounds on epsilon and mu: thresholds chosen on the `fit` clouds, counted on the `trial`
+    clouds.
 
     Both are pairs (weights of data set 0, weights of its neighbour), each (seeds, parameters).
     """
@@ -119,27 +135,37 @@ def counted(score, fit, trial, *, delta, confidence):
     def counts(clouds, thresholds):
         negative, positive = (score(cloud).sort().values for cloud in clouds)
         above = [len(s) - torch.searchsorted(s, thresholds) for s in (positive, negative)]
-        return dict(true_positives=above[0], positives=len(positive), false_positives=above[1], negatives=len(negative))
+        return dict(
+            true_positives=above[0],
+            positives=len(positive),
+            false_positives=above[1],
+            negatives=len(negative),
+        )
 
     thresholds = torch.cat([score(cloud) for cloud in fit]).quantile(
         torch.linspace(0.001, 0.999, 999, dtype=torch.float64)
     )
     seen = counts(fit, thresholds)
-    at_epsilon = thresholds[attacks.epsilon_lower_bound(**seen, delta=delta, confidence=confidence).argmax()]
+    at_epsilon = thresholds[
+        attacks.epsilon_lower_bound(**seen, delta=delta, confidence=confidence).argmax()
+    ]
     at_mu = thresholds[attacks.mu_lower_bound(**seen, confidence=confidence).argmax()]
     return (
-        attacks.epsilon_lower_bound(**counts(trial, at_epsilon[None]), delta=delta, confidence=confidence)[0],
+        attacks.epsilon_lower_bound(
+            **counts(trial, at_epsilon[None]), delta=delta, confidence=confidence
+        )[0],
         attacks.mu_lower_bound(**counts(trial, at_mu[None]), confidence=confidence)[0],
     )
 
 
 def canary(found, weights, count):
-    """A made-up example that moves the weights where they are least noisy, and the examples whose place it takes.
+    """A made-up example that moves the weights where they are least noisy, and the examples whose
+    place it takes.
 
-    An example pulls by (y - p) x, with a 1 for the bias. Candidates are the directions of least noise with the largest
-    norm that training examples have and the label that the mean model finds least likely; the one with the largest
-    pull' S^-1 pull is taken, and the `count` examples that pull against it the most.
-    Returns ((features, label), numbers).
+    An example pulls by (y - p) x, with a 1 for the bias. Candidates are the directions of least
+    noise with the largest norm that training examples have and the label that the mean model finds
+    least likely; the one with the largest pull' S^-1 pull is taken, and the `count` examples that
+    pull against it the most. Returns ((features, label), numbers).
     """
     covariance, _ = op.noise_covariance(weights[:1], shrinkage=_HAIR)
     mean, directions = weights[0].mean(0), torch.linalg.eigh(covariance).eigenvectors[:-1, :8].T
@@ -153,14 +179,19 @@ def canary(found, weights, count):
 
     candidates = pulls(rows, labels)
     best = int(op.mahalanobis(candidates, covariance).argmax())
-    against = pulls(found.features[1:], found.labels[1:]) @ torch.linalg.solve(covariance, candidates[best])
+    against = pulls(found.features[1:], found.labels[1:]) @ torch.linalg.solve(
+        covariance, candidates[best]
+    )
     return (rows[best], int(labels[best])), ((-against).topk(count).indices + 1).tolist()
 
 
 def _clouds(name, task, run, config, initialization, kind):
-    """Fresh weights of data set 0 and neighbours of it, "natural" ones (its worst in the task's own grid) or with a
-    "canary"; the task's own grid; the numbers of the neighbours."""
-    small = dataclasses.replace(task, seeds=PAPER[name].seeds if name in PAPER else 99 if name in UNSCALED else 40)
+    """Fresh weights of data set 0 and neighbours of it, "natural" ones (its worst in the task's own
+    grid) or with a "canary"; the task's own grid; the numbers of the neighbours.
+    """
+    small = dataclasses.replace(
+        task, seeds=PAPER[name].seeds if name in PAPER else 99 if name in UNSCALED else 40
+    )
     grid = trained(name, small, run, initialization)
     chosen = worst_neighbors(grid, config.neighbours)
     first = config.first_seed
@@ -168,7 +199,13 @@ def _clouds(name, task, run, config, initialization, kind):
     if kind == "canary":
         held_out, chosen = canary(problem(name, run), weights, config.canaries)
         weights = trained(
-            name, task, run, initialization, data_sets=(0, *chosen), first_seed=2 * first, held_out=held_out
+            name,
+            task,
+            run,
+            initialization,
+            data_sets=(0, *chosen),
+            first_seed=2 * first,
+            held_out=held_out,
         )
     return weights, grid, chosen
 
@@ -193,29 +230,44 @@ def _cases(config, run):
         for initialization in INITIALIZATIONS:
             for kind in KINDS:
                 clouds = _clouds(name, task, run, config, initialization, kind)
-                yield f"{name}.{initialization}.{kind}", 1 / examples, sensitivities(task, examples)[0], *clouds
+                yield (
+                    f"{name}.{initialization}.{kind}",
+                    1 / examples,
+                    sensitivities(task, examples)[0],
+                    *clouds,
+                )
 
 
 @experiment("intrinsic-privacy/algorithm-1", quick=_QUICK_AUDIT, paper=_PAPER_AUDIT)
 def algorithm_1(config, run):
     """Algorithm 1 put to the test: the whole covariance instead of one sigma, tails, and an audit.
 
-    For each task, initialisation and kind of neighbour, one number for each neighbour of data set 0: mu by the pooled
-    sigma, by the whole covariance, and by an audit, which is a lower bound; beside them what algorithm 1 claims, with
-    theorem 2's sensitivity and with the empirical one. Confidence is shared among the neighbours of a row and the two
-    distinguishers.
+    For each task, initialisation and kind of neighbour, one number for each neighbour of data set
+    0: mu by the pooled sigma, by the whole covariance, and by an audit, which is a lower bound;
+    beside them what algorithm 1 claims, with theorem 2's sensitivity and with the empirical one.
+    Confidence is shared among the neighbours of a row and the two distinguishers.
     """
     values, arrays = {}, {}
     for row, delta, bound, weights, grid, chosen in _cases(config, run):
         fit, trial = weights.split(weights.shape[1] // 2, 1)
-        view, sigma, star = gaussian_view(fit), op.intrinsic_sigma(grid), op.empirical_sensitivity(grid[1:])
+        view, sigma, star = (
+            gaussian_view(fit),
+            op.intrinsic_sigma(grid),
+            op.empirical_sensitivity(grid[1:]),
+        )
         spectrum = torch.linalg.eigvalsh(view["covariance"]).flip(0).sqrt()
         each = 1 - (1 - config.confidence) / (2 * len(chosen))
         found = {
             kind: torch.stack(
                 [
                     torch.stack(
-                        counted(make(fit[0], other), (fit[0], other), (trial[0], fresh), delta=delta, confidence=each)
+                        counted(
+                            make(fit[0], other),
+                            (fit[0], other),
+                            (trial[0], fresh),
+                            delta=delta,
+                            confidence=each,
+                        )
                     )
                     for other, fresh in zip(fit[1:], trial[1:])
                 ]
@@ -223,7 +275,8 @@ def algorithm_1(config, run):
             for kind, make in (("gaussian_ratio", gaussian_ratio), ("linear", linear_classifier))
         }
         epsilon, mu = torch.stack(list(found.values())).amax(0)
-        # The direction that tells the worst neighbour apart, in the half that it was not chosen on: tails decide delta.
+        # The direction that tells the worst neighbour apart, in the half that it was not chosen on:
+        # tails decide delta.
         worst = int(view["mu"].argmax())
         projected = trial[0] @ torch.linalg.solve(view["covariance"], view["differences"][worst])
         z = (projected - projected.mean()) / projected.std()
@@ -260,17 +313,21 @@ def algorithm_1(config, run):
 
 @experiment("intrinsic-privacy/algorithm-2", quick=_QUICK_AUDIT, paper=_PAPER_AUDIT)
 def algorithm_2(config, run):
-    """Algorithm 2 put to the test: with the noise that it adds, and with the noise that would be enough.
+    """Algorithm 2 put to the test: with the noise that it adds, and with the noise that would be
+    enough.
 
-    For each target epsilon and kind of neighbour: the noise by theorem 2's sensitivity and by the empirical one, what
-    the whole covariance says that this gives against the worst neighbour, and what an audit with that noise shows.
-    `needed` is the noise at which the whole covariance meets the target for all audited neighbours.
+    For each target epsilon and kind of neighbour: the noise by theorem 2's sensitivity and by the
+    empirical one, what the whole covariance says that this gives against the worst neighbour, and
+    what an audit with that noise shows. `needed` is the noise at which the whole covariance meets
+    the target for all audited neighbours.
     """
     values = {}
     for row, delta, bound, weights, grid, _ in _cases(config, run):
         view, sigma = gaussian_view(weights), op.intrinsic_sigma(grid)
         identity = torch.eye(weights.shape[-1], dtype=torch.float64)
-        noise = torch.randn(2, *weights.shape[1:], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        noise = torch.randn(
+            2, *weights.shape[1:], generator=torch.Generator().manual_seed(0), dtype=torch.float64
+        )
         worst = int(view["mu"].argmax())
 
         def mus(added):
@@ -279,10 +336,15 @@ def algorithm_2(config, run):
         def audited(added):
             noisy = weights[[0, worst + 1]] + added * noise
             fit, trial = noisy.split(noisy.shape[1] // 2, 1)
-            return torch.stack(counted(gaussian_ratio(*fit), fit, trial, delta=delta, confidence=config.confidence))
+            return torch.stack(
+                counted(gaussian_ratio(*fit), fit, trial, delta=delta, confidence=config.confidence)
+            )
 
         def report(kind, added):
-            epsilons, audits = torch.stack([mus(a).max() for a in added]), torch.stack([audited(a) for a in added]).T
+            epsilons, audits = (
+                torch.stack([mus(a).max() for a in added]),
+                torch.stack([audited(a) for a in added]).T,
+            )
             return {
                 f"{row}.{kind}.added": added,
                 f"{row}.{kind}.epsilon_covariance": gaussian_epsilon(epsilons, delta),
@@ -290,9 +352,15 @@ def algorithm_2(config, run):
                 f"{row}.{kind}.epsilon_of_mu_audited": gaussian_epsilon(audits[1], delta),
             }
 
-        for kind, sensitivity in (("theory", bound), ("empirical", op.empirical_sensitivity(grid[1:]))):
+        for kind, sensitivity in (
+            ("theory", bound),
+            ("empirical", op.empirical_sensitivity(grid[1:])),
+        ):
             values |= report(
-                kind, op.augmented_sigma(sensitivity, sigma, target_epsilon=config.targets, target_delta=delta)
+                kind,
+                op.augmented_sigma(
+                    sensitivity, sigma, target_epsilon=config.targets, target_delta=delta
+                ),
             )
         needed = []
         for target in config.targets:
@@ -302,19 +370,26 @@ def algorithm_2(config, run):
                 enough = bool((gaussian_delta(mus(middle), target) <= delta).all())
                 low, high = (low, middle) if enough else (middle, high)
             needed.append(high)
-        values |= {f"{row}.targets": config.targets, **report("needed", torch.tensor(needed, dtype=torch.float64))}
+        values |= {
+            f"{row}.targets": config.targets,
+            **report("needed", torch.tensor(needed, dtype=torch.float64)),
+        }
     return values
 
 
 @finding(
     "intrinsic-privacy/algorithm-1",
-    "epsilon is at most what is claimed with theorem 2's sensitivity: an attack can refute that, and never prove it",
+    "epsilon is at most what is claimed with theorem 2's sensitivity: an attack can refute that, "
+    "and never prove it",
 )
 def _claim_stands(record):
     yield from _attacked(record, bounded_sensitivity(record), "mu_claimed", "epsilon_claimed")
 
 
-@finding("intrinsic-privacy/algorithm-1", "epsilon is at most what is claimed with the empirical sensitivity")
+@finding(
+    "intrinsic-privacy/algorithm-1",
+    "epsilon is at most what is claimed with the empirical sensitivity",
+)
 def _empirical_claim_stands(record):
     yield from _attacked(record, record.config["tasks"], "mu_claimed_star", "epsilon_claimed_star")
 
@@ -323,7 +398,8 @@ def _attacked(record, tasks, mu, epsilon):
     for name in tasks:
         for start in INITIALIZATIONS:
             row = f"{name}.{start}.canary"
-            # What an attack shows, at 95% for all attacks together, is a lower end and nothing else.
+            # What an attack shows, at 95% for all attacks together, is a lower end and nothing
+            # else.
             seen = max(record.values[f"{row}.mu_audited"])
             shown = max(record.values[f"{row}.epsilon_of_mu_audited"])
             yield (
@@ -335,13 +411,17 @@ def _attacked(record, tasks, mu, epsilon):
 
 @finding(
     "intrinsic-privacy/algorithm-2",
-    "at target 1, epsilon is at most 1 with theorem 2's sensitivity: an attack can refute that, and never prove it",
+    "at target 1, epsilon is at most 1 with theorem 2's sensitivity: an attack can refute that, "
+    "and never prove it",
 )
 def _augmented_stands(record):
     yield from _augmented(record, bounded_sensitivity(record), "theory")
 
 
-@finding("intrinsic-privacy/algorithm-2", "at target 1, epsilon is at most 1 with the empirical sensitivity")
+@finding(
+    "intrinsic-privacy/algorithm-2",
+    "at target 1, epsilon is at most 1 with the empirical sensitivity",
+)
 def _empirically_augmented_stands(record):
     yield from _augmented(record, record.config["tasks"], "empirical")
 

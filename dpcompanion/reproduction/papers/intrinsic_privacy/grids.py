@@ -18,7 +18,9 @@ INITIALIZATIONS = ("varying", "fixed")
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Plain SGD on one data set: hyperparameters, and how many neighbouring data sets and seeds to train."""
+    """Plain SGD on one data set: hyperparameters, and how many neighbouring data sets and seeds to
+    train.
+    """
 
     batch_size: int
     learning_rate: float
@@ -33,7 +35,8 @@ PAPER = {
     "adult": Task(32, 0.5, 3400, seeds=161, data_sets=80),
 }
 UNSCALED = {"mnist-binary-unscaled": PAPER["mnist-binary"]}
-# Its printed numbers come from digits that are not scaled, as in its public code; its text says scaled.
+# Its printed numbers come from digits that are not scaled, as in its public code; its text says
+# scaled.
 SCALED = "mnist-binary"
 QUICK = {
     "digits": Task(32, 1.0, 120, seeds=40, data_sets=20),
@@ -87,7 +90,9 @@ def _forest():
     features = features[:, features.amin(0) < features.amax(0)]
     order = torch.as_tensor(np.random.RandomState(0).permutation(len(labels)))
     test, train = order[: math.ceil(0.15 * len(order))], order[math.ceil(0.15 * len(order)) :]
-    return _problem(features[train], labels[train], features[test], labels[test]), [found.provenance()]
+    return _problem(features[train], labels[train], features[test], labels[test]), [
+        found.provenance()
+    ]
 
 
 @functools.cache
@@ -101,18 +106,26 @@ def _adult():
         assert isinstance(table, torch.Tensor)  # texts alone have a tuple
         for name, values in zip(found.columns, table.T):
             levels = len(found.categories.get(name, ()))
-            columns.append(torch.nn.functional.one_hot(values.long(), levels)[:, 1:] if levels else values[:, None])
+            columns.append(
+                torch.nn.functional.one_hot(values.long(), levels)[:, 1:]
+                if levels
+                else values[:, None]
+            )
         parts += [torch.cat([column.double() for column in columns], 1), found.labels]
     return _problem(*parts), loaded
 
 
 def numeric_first(name, features):
-    """Where the public code has each feature of a task: Adult's numbers stand before its categories, in the order of
-    the file; other tasks are in the order of theirs."""
+    """Where the public code has each feature of a task: Adult's numbers stand before its
+    categories, in the order of the file; other tasks are in the order of theirs.
+    """
     if name != "adult":
         return list(range(features))
     found = data.load("adult", split="train")
-    widths = [len(found.categories[column]) - 1 if column in found.categories else 1 for column in found.columns]
+    widths = [
+        len(found.categories[column]) - 1 if column in found.categories else 1
+        for column in found.columns
+    ]
     numeric = [column not in found.categories for column in found.columns]
     places, at = {}, 0
     for wanted in (True, False):
@@ -136,9 +149,13 @@ def _problem(features, labels, test_features, test_labels, *, rescale=True, unit
     """Shuffle, set a tenth aside for validation, scale columns to [0, 1] and examples to norm 1."""
     if rescale:
         low, high = features.amin(0), features.amax(0)
-        features, test_features = ((part - low) / (high - low).clamp(min=1e-12) for part in (features, test_features))
+        features, test_features = (
+            (part - low) / (high - low).clamp(min=1e-12) for part in (features, test_features)
+        )
     if unit:
-        features, test_features = (part / part.norm(dim=1, keepdim=True) for part in (features, test_features))
+        features, test_features = (
+            part / part.norm(dim=1, keepdim=True) for part in (features, test_features)
+        )
     order = torch.as_tensor(np.random.RandomState(0).permutation(len(labels)))
     held_out = len(order) // 10
     order = order[held_out:]
@@ -165,7 +182,9 @@ def problem(name, run=None):
 
 
 def as_computed(record):
-    """The tasks of a record whose numbers and figures the paper prints: without the scaled digits of its text."""
+    """The tasks of a record whose numbers and figures the paper prints: without the scaled digits
+    of its text.
+    """
     tasks = record.config["tasks"]
     return [name for name in tasks if name != SCALED or not UNSCALED.keys() & tasks.keys()]
 
@@ -176,14 +195,18 @@ def as_written(record):
 
 
 def claim(exhibit, criterion):
-    """Register `judge(record, names)` for the tasks that the paper shows and, as our own, for those of its text."""
+    """Register `judge(record, names)` for the tasks that the paper shows and, as our own, for those
+    of its text.
+    """
 
     def register(judge):
         for names, words, kind in (
             (as_computed, criterion, "claim"),
             (as_written, f"{criterion}, with digits scaled as its text says", "own"),
         ):
-            judged = functools.wraps(judge)(lambda record, names=names: judge(record, names(record)))
+            judged = functools.wraps(judge)(
+                lambda record, names=names: judge(record, names(record))
+            )
             finding(exhibit, words, kind=kind)(judged)
         return judge
 
@@ -191,16 +214,29 @@ def claim(exhibit, criterion):
 
 
 def trained(name, task, run, initialization="varying", **options):
-    """The weights of a task's grid, (1 + data sets, seeds, parameters) float64, data set 0 first. See `grid_runs`."""
+    """The weights of a task's grid, (1 + data sets, seeds, parameters) float64, data set 0 first.
+    See `grid_runs`.
+    """
     return grid_runs(name, task, run, initialization, **options)[0]
 
 
-def grid_runs(name, task, run, initialization, *, hidden=0, data_sets=None, first_seed=0, held_out=None, half=False):
+def grid_runs(
+    name,
+    task,
+    run,
+    initialization,
+    *,
+    hidden=0,
+    data_sets=None,
+    first_seed=0,
+    held_out=None,
+    half=False,
+):
     """The weights, and the seconds that training took when it was done.
 
-    `data_sets` replaces 0, ..., task.data_sets; seeds count from `first_seed`; `held_out` (features, label) stands in
-    for the example that replaces others; `half` leaves half of the examples out. Runs that take long are kept, piece
-    by piece.
+    `data_sets` replaces 0, ..., task.data_sets; seeds count from `first_seed`; `held_out`
+    (features, label) stands in for the example that replaces others; `half` leaves half of the
+    examples out. Runs that take long are kept, piece by piece.
     """
     found = problem(name, run)
     data_sets = tuple(range(task.data_sets + 1)) if data_sets is None else tuple(data_sets)
@@ -215,7 +251,9 @@ def grid_runs(name, task, run, initialization, *, hidden=0, data_sets=None, firs
     }
     if half:
         key["half"], kept = True, len(found.labels) // 2
-        found = dataclasses.replace(found, features=found.features[:kept], labels=found.labels[:kept])
+        found = dataclasses.replace(
+            found, features=found.features[:kept], labels=found.labels[:kept]
+        )
     if held_out is not None:
         key["held_out"] = [held_out[0].tolist(), held_out[1]]
         found = dataclasses.replace(
@@ -264,9 +302,14 @@ def grid_runs(name, task, run, initialization, *, hidden=0, data_sets=None, firs
 def sensitivities(task, examples):
     """Theorem 2 for a task: (the bound, the paper's fractional value, passes begun)."""
     batches = math.ceil((examples - 1) / task.batch_size)
-    common = {"lipschitz": math.sqrt(2), "learning_rate": task.learning_rate, "batch_size": task.batch_size}
+    common = {
+        "lipschitz": math.sqrt(2),
+        "learning_rate": task.learning_rate,
+        "batch_size": task.batch_size,
+    }
     return (
-        op.sgd_sensitivity(passes=task.steps / batches, smoothness=0.5, **common),  # two classes, rows of norm 1
+        # two classes, rows of norm 1
+        op.sgd_sensitivity(passes=task.steps / batches, smoothness=0.5, **common),
         op.sgd_sensitivity_estimate(passes=task.steps * task.batch_size / examples, **common),
         math.ceil(task.steps / batches),
     )

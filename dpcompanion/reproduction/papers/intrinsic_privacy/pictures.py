@@ -1,7 +1,8 @@
-"""The figures of the two pages, and the rows of their tables, from records as `chapters.Chapter.both` gives them.
+"""The figures of the two pages, and the rows of their tables, from records as
+`chapters.Chapter.both` gives them.
 
-Each figure shows itself and gives its digest. Each function of rows takes {"recorded": record, "live": record}, of
-which either may be missing, and gives (kind, cells), for `chapters.table`.
+Each figure shows itself and gives its digest. Each function of rows takes {"recorded": record,
+"live": record}, of which either may be missing, and gives (kind, cells), for `chapters.table`.
 """
 
 import numpy as np
@@ -32,7 +33,13 @@ def _rows(found, cells):
     """(kind, cells) for each task and start."""
     live = {"live": " (live)"}
     return [
-        (kind, [f"{NAMES[name]}, {start} start{live.get(kind, '')}", *cells(record, name, f"{name}.{start}")])
+        (
+            kind,
+            [
+                f"{NAMES[name]}, {start} start{live.get(kind, '')}",
+                *cells(record, name, f"{name}.{start}"),
+            ],
+        )
         for kind, record in found.items()
         for name in record.config["tasks"]
         for start in INITIALIZATIONS
@@ -67,13 +74,30 @@ def answer(found):
                 y, seen = -len(labels), max(value["epsilon_of_mu_audited"])
                 bar = {"markersize": 16, "markeredgewidth": 3}
                 if not name.endswith("-unscaled"):
-                    ax.plot(value["epsilon_claimed"], y, "|", color=plotting.COLORS["worst case"], **bar)
-                ax.plot(value["epsilon_claimed_star"], y, "|", color=plotting.COLORS["non-private"], **bar)
+                    ax.plot(
+                        value["epsilon_claimed"], y, "|", color=plotting.COLORS["worst case"], **bar
+                    )
+                ax.plot(
+                    value["epsilon_claimed_star"],
+                    y,
+                    "|",
+                    color=plotting.COLORS["non-private"],
+                    **bar,
+                )
                 ax.plot(seen, y, ">", color=plotting.COLORS[kind], markersize=8)
-                labels.append(f"{NAMES[name]},\n{start} start" + (" (live)" if kind == "live" else ""))
-                for key, each in zip(shown, (value["epsilon_claimed"], value["epsilon_claimed_star"], seen)):
+                labels.append(
+                    f"{NAMES[name]},\n{start} start" + (" (live)" if kind == "live" else "")
+                )
+                for key, each in zip(
+                    shown, (value["epsilon_claimed"], value["epsilon_claimed_star"], seen)
+                ):
                     shown[key].append(each)
-    ax.set(xscale="log", xlabel="epsilon", yticks=-np.arange(len(labels)), ylim=(-len(labels) + 0.5, 0.5))
+    ax.set(
+        xscale="log",
+        xlabel="epsilon",
+        yticks=-np.arange(len(labels)),
+        ylim=(-len(labels) + 0.5, 0.5),
+    )
     ax.set_yticklabels(labels)
     plt.show()
     return plotting.digest(digits=3, **shown)
@@ -91,28 +115,40 @@ def paths(found):
         ax.plot(*record.arrays["path"][0, 0], "s", color="black", markersize=6)
         i, j = record.config["coordinates"]
         ax.set(
-            title=f"{NAMES[next(iter(record.config['tasks']))]} ({kind})", xlabel=f"weight {i}", ylabel=f"weight {j}"
+            title=f"{NAMES[next(iter(record.config['tasks']))]} ({kind})",
+            xlabel=f"weight {i}",
+            ylabel=f"weight {j}",
         )
     plt.show()
-    return plotting.digest(digits=3, **{kind: record.arrays["path"][:, :6] for kind, record in found.items()})
+    return plotting.digest(
+        digits=3, **{kind: record.arrays["path"][:, :6] for kind, record in found.items()}
+    )
 
 
 def distances(found, panels=None):
-    """Figure 2: distances between two runs, and theorem 2's bound; `panels` are (kind, task), all by default."""
+    """Figure 2: distances between two runs, and theorem 2's bound; `panels` are (kind, task), all
+    by default.
+    """
     import matplotlib.pyplot as plt
 
     panels = panels or _panels(found)
     axes = _stack(panels, 1.8, sharex=True)
     for ax, (kind, name) in zip(axes, panels):
         for key, (label, color) in _DISTANCES.items():
-            _histogram(ax, found[kind].arrays[f"{name}.{key}"], color=plotting.COLORS[color], label=label)
+            _histogram(
+                ax, found[kind].arrays[f"{name}.{key}"], color=plotting.COLORS[color], label=label
+            )
         if f"{name}.bound" in found[kind].values:
-            ax.axvline(found[kind].values[f"{name}.bound"], color="black", linestyle="--", linewidth=1)
+            ax.axvline(
+                found[kind].values[f"{name}.bound"], color="black", linestyle="--", linewidth=1
+            )
         ax.set(xscale="log", title=f"{NAMES[name]} ({kind})", yticks=[])
     axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     axes[-1].set_xlabel("distance between the weights of two runs")
     shown = {
-        _plain(f"{name}_{key}"): [found[kind].values[f"{name}.{key}.{q}"] for q in ("min", "median", "max")]
+        _plain(f"{name}_{key}"): [
+            found[kind].values[f"{name}.{key}.{q}"] for q in ("min", "median", "max")
+        ]
         for kind, name in panels
         for key in _DISTANCES
     }
@@ -158,7 +194,9 @@ def pairs(found):
     return plotting.digest(
         digits=3,
         **{
-            _plain(f"{kind}_{name}"): [found[kind].values[f"{name}.analytic.{q}"] for q in ("median", "max")]
+            _plain(f"{kind}_{name}"): [
+                found[kind].values[f"{name}.analytic.{q}"] for q in ("median", "max")
+            ]
             for kind, name in panels
         },
     )
@@ -175,9 +213,19 @@ def utility(found, prefix=""):
         for setting, color in (("deterministic", "worst case"), ("augmented", "intrinsic")):
             for sensitivity, line in (("theory", "-"), ("empirical", "--")):
                 curve = record.arrays[f"{name}.classical.{sensitivity}.{setting}"]
-                ax.plot(record.arrays["epsilons"], curve, color=plotting.COLORS[color], linestyle=line, linewidth=1.4)
+                ax.plot(
+                    record.arrays["epsilons"],
+                    curve,
+                    color=plotting.COLORS[color],
+                    linestyle=line,
+                    linewidth=1.4,
+                )
                 curves[_plain(f"{name}_{sensitivity}_{setting}")] = curve
-        ax.axhline(record.values[f"{prefix}{name}.noiseless"], color=plotting.COLORS["non-private"], linewidth=0.8)
+        ax.axhline(
+            record.values[f"{prefix}{name}.noiseless"],
+            color=plotting.COLORS["non-private"],
+            linewidth=0.8,
+        )
         ax.set(xscale="log", title=f"{NAMES[name]} ({kind})", ylabel="accuracy")
     axes[-1].set_xlabel("epsilon")
     plt.show()
@@ -185,14 +233,18 @@ def utility(found, prefix=""):
 
 
 def spectra(record, names=None):
-    """The standard deviation of the weights along principal directions, and the pooled one, of some tasks, all by
-    default; from a record of algorithm 1."""
+    """The standard deviation of the weights along principal directions, and the pooled one, of some
+    tasks, all by default; from a record of algorithm 1.
+    """
     import matplotlib.pyplot as plt
 
     names = names or list(record.config["tasks"])
     axes = _stack(names, 1.9)
     for ax, name in zip(axes, names):
-        for start, color in (("varying", plotting.COLORS["intrinsic"]), ("fixed", plotting.COLORS["estimate"])):
+        for start, color in (
+            ("varying", plotting.COLORS["intrinsic"]),
+            ("fixed", plotting.COLORS["estimate"]),
+        ):
             row = f"{name}.{start}.natural"
             ax.plot(record.arrays[f"{row}.spectrum"], color=color, label=f"{start} start")
             ax.axhline(record.values[f"{row}.sigma_i"], color=color, linestyle=":")
@@ -222,14 +274,21 @@ def needed(record):
         ax.plot(targets, targets, color="black", linewidth=0.8)
         for sensitivity, line in (("theory", "-"), ("empirical", "--")):
             if sensitivity == "empirical" or not name.endswith("-unscaled"):
-                drawn[_plain(f"{name}_{sensitivity}")] = value[f"{row}.{sensitivity}.epsilon_covariance"]
+                drawn[_plain(f"{name}_{sensitivity}")] = value[
+                    f"{row}.{sensitivity}.epsilon_covariance"
+                ]
                 ax.plot(
                     targets,
                     value[f"{row}.{sensitivity}.epsilon_covariance"],
                     linestyle=line,
                     color=plotting.COLORS["intrinsic"],
                 )
-        ax.plot(targets, value[f"{row}.empirical.epsilon_of_mu_audited"], "x", color=plotting.COLORS["live"])
+        ax.plot(
+            targets,
+            value[f"{row}.empirical.epsilon_of_mu_audited"],
+            "x",
+            color=plotting.COLORS["live"],
+        )
         ax.set(xscale="log", yscale="log", title=NAMES[name], ylabel="epsilon")
     axes[-1].set_xlabel("target epsilon")
     plt.show()
@@ -254,7 +313,9 @@ def claim_rows(found):
         }
         seen = max(v["mu_audited"])
         theory = f"{v['epsilon_claimed']:.2f}{', refuted' if seen > v['mu_claimed'] else ''}"
-        star = f"{v['epsilon_claimed_star']:.2f}{', refuted' if seen > v['mu_claimed_star'] else ''}"
+        star = (
+            f"{v['epsilon_claimed_star']:.2f}{', refuted' if seen > v['mu_claimed_star'] else ''}"
+        )
         return [
             "no theorem" if name.endswith("-unscaled") else theory,
             star,
@@ -266,13 +327,22 @@ def claim_rows(found):
 
 
 def mu_rows(found, neighbor):
-    """mu of the worst neighbour of a kind: by the pooled sigma, by the covariance, and the attack's lower bound."""
+    """mu of the worst neighbour of a kind: by the pooled sigma, by the covariance, and the attack's
+    lower bound.
+    """
 
     def cells(record, name, row):
-        v = {q: record.values[f"{row}.{neighbor}.{q}"] for q in ("mu_pooled", "mu_covariance", "mu_audited")}
+        v = {
+            q: record.values[f"{row}.{neighbor}.{q}"]
+            for q in ("mu_pooled", "mu_covariance", "mu_audited")
+        }
         worst = int(np.argmax(v["mu_covariance"]))
         pooled, covariance, audited = (v[q][worst] for q in v)
-        return [f"{pooled:.2f}{', refuted' if audited > pooled else ''}", f"{covariance:.2f}", f"{audited:.2f}"]
+        return [
+            f"{pooled:.2f}{', refuted' if audited > pooled else ''}",
+            f"{covariance:.2f}",
+            f"{audited:.2f}",
+        ]
 
     return _rows(found, cells)
 
@@ -296,7 +366,9 @@ def tail_rows(found):
 
 
 def noise_rows(found, target):
-    """The noise that algorithm 2 adds for a target epsilon, what that gives, and what would be enough."""
+    """The noise that algorithm 2 adds for a target epsilon, what that gives, and what would be
+    enough.
+    """
 
     def cells(record, name, row):
         k = record.values[f"{row}.canary.targets"].index(target)

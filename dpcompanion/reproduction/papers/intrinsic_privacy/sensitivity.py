@@ -25,8 +25,9 @@ from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
 
 @dataclasses.dataclass(frozen=True)
 class Paths(Grids):
-    """Figure 1: which two weights to follow, for how many seeds, at how many steps; six runs are drawn, and twenty
-    pairs tell how far runs end apart."""
+    """Figure 1: which two weights to follow, for how many seeds, at how many steps; six runs are
+    drawn, and twenty pairs tell how far runs end apart.
+    """
 
     coordinates: tuple = (26, 36)
     runs: int = 40
@@ -39,7 +40,9 @@ class Paths(Grids):
     paper=Paths({"forest": PAPER["forest"]}),
 )
 def figure_1(config, run):
-    """Two weights on the way, from one initialisation: the distance between runs at the end, and the whole norm."""
+    """Two weights on the way, from one initialisation: the distance between runs at the end, and
+    the whole norm.
+    """
     ((name, task),) = config.tasks.items()
     found = problem(name, run)
     stops = [round(i * task.steps / config.points) for i in range(config.points + 1)]
@@ -85,7 +88,9 @@ def table_1(config, run):
 
 @experiment("intrinsic-privacy/theorem-2", quick=Grids(QUICK), paper=Grids(PAPER | UNSCALED))
 def theorem_2(config, run):
-    """The bound beside what was seen: against data set 0 (one place differs), and between two sets (two places)."""
+    """The bound beside what was seen: against data set 0 (one place differs), and between two sets
+    (two places).
+    """
     values = {}
     for name, task in config.tasks.items():
         bound, fractional, passes = sensitivities(task, problem(name, run).examples)
@@ -110,13 +115,17 @@ class Shuffles:
     seed: int = 0
 
 
-@experiment("intrinsic-privacy/claims-1-2", quick=Shuffles(200, 6, 20000), paper=Shuffles(10396, 6, 20000))
+@experiment(
+    "intrinsic-privacy/claims-1-2", quick=Shuffles(200, 6, 20000), paper=Shuffles(10396, 6, 20000)
+)
 def claims_1_2(config, run):
     """Fixed points of random orders, and the bound of equation 9 in units of 2 L eta."""
     n, k = config.examples, config.passes
     random = np.random.RandomState(config.seed)
     places = np.arange(n)
-    fixed = np.array([[(random.permutation(n) == places).sum() for _ in range(k)] for _ in range(config.draws)])
+    fixed = np.array(
+        [[(random.permutation(n) == places).sum() for _ in range(k)] for _ in range(config.draws)]
+    )
     variability = (n - fixed).sum(1)
     near = np.abs(variability - k * (n - 1)) >= k * (n - 2) / 2
     return {
@@ -147,13 +156,17 @@ def bounded_sensitivity(record):
     return [name for name in record.config["tasks"] if not name.endswith("-unscaled")]
 
 
-@finding("intrinsic-privacy/figure-1", "two weights end further apart than any one example moved all of them (table 3)")
+@finding(
+    "intrinsic-privacy/figure-1",
+    "two weights end further apart than any one example moved all of them (table 3)",
+)
 def _ends_apart(record):
     moved = get("intrinsic-privacy/table-3").record(record.preset)
     if moved is None:
         return
     ends = record.arrays["path"][-1].astype(np.float64)
-    apart = np.linalg.norm(ends[::2][: len(ends) // 2] - ends[1::2], axis=-1)  # pairs that share no run
+    # pairs that share no run
+    apart = np.linalg.norm(ends[::2][: len(ends) // 2] - ends[1::2], axis=-1)
     (name,) = record.config["tasks"]
     star = moved.values[f"{name}.delta_empirical"]
     star = getattr(star, "mean", star)
@@ -161,19 +174,28 @@ def _ends_apart(record):
     yield "pairs of runs", f"{each:.3f} against {star:.3f}", each.above(star)
 
 
-@finding("intrinsic-privacy/theorem-2", "no measured distance, with one place replaced, exceeds the bound")
+@finding(
+    "intrinsic-privacy/theorem-2",
+    "no measured distance, with one place replaced, exceeds the bound",
+)
 def _within_bound(record):
     for name in bounded_sensitivity(record):
         seen, bound = record.values[f"{name}.one_place"], record.values[f"{name}.bound"]
         yield NAMES[name], f"{seen:.3f} of {bound:.3f}", seen <= bound
 
 
-@finding("intrinsic-privacy/claims-1-2", "simulated mean within 0.1%, variance within 5%, chance at most Chebyshev's")
+@finding(
+    "intrinsic-privacy/claims-1-2",
+    "simulated mean within 0.1%, variance within 5%, chance at most Chebyshev's",
+)
 def _claims(record):
     value, draws = record.values, record.config["draws"]
-    # The variance of a sample variance: a Poisson number of fixed points in each of k passes has excess kurtosis 1 / k.
+    # The variance of a sample variance: a Poisson number of fixed points in each of k passes has
+    # excess kurtosis 1 / k.
     spread = math.sqrt((2 + 1 / record.config["passes"]) / draws)
-    variance = intervals.of_summary(value["variance"], spread * value["variance"] * math.sqrt(draws), draws)
+    variance = intervals.of_summary(
+        value["variance"], spread * value["variance"] * math.sqrt(draws), draws
+    )
     mean = intervals.of_summary(value["mean"], math.sqrt(value["variance"]), draws)
     claimed = value["mean_claimed"], value["variance_claimed"]
     good = intervals.every(

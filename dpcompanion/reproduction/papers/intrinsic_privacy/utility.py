@@ -11,7 +11,11 @@ from scipy import stats
 from dpcompanion import output_perturbation as op
 from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment, get
-from dpcompanion.reproduction.papers.intrinsic_privacy.distances import RIGHT_TAIL, figure_of_pairs, right_tail
+from dpcompanion.reproduction.papers.intrinsic_privacy.distances import (
+    RIGHT_TAIL,
+    figure_of_pairs,
+    right_tail,
+)
 from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
     PAPER,
     QUICK,
@@ -28,9 +32,11 @@ from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import NAMES
 
 @dataclasses.dataclass(frozen=True)
 class Utility(Grids):
-    """Table IV and figures 5 and 9: how many of the grid's models get noise, and for which epsilons.
+    """Table IV and figures 5 and 9: how many of the grid's models get noise, and for which
+    epsilons.
 
-    `draws` are the single noise vectors, each the same for all models, beside noise of each model's own (table IV).
+    `draws` are the single noise vectors, each the same for all models, beside noise of each model's
+    own (table IV).
     """
 
     models: int
@@ -40,27 +46,34 @@ class Utility(Grids):
 
 
 def accuracies(found, weights, sigma, noise):
-    """Test accuracy of each model, (models,), with standard normal `noise` times sigma on its weights; a generator
-    draws it afresh for each model."""
+    """Test accuracy of each model, (models,), with standard normal `noise` times sigma on its
+    weights; a generator draws it afresh for each model.
+    """
     if isinstance(noise, torch.Generator):
         noise = torch.randn(weights.shape, generator=noise, dtype=torch.float64)
     features = torch.cat((found.test_features, torch.ones(len(found.test_features), 1)), 1)
     positive = found.test_labels[:, None] == 1
     return torch.cat(
-        [((features @ part.T > 0) == positive).double().mean(0) for part in (weights + sigma * noise).split(64)]
+        [
+            ((features @ part.T > 0) == positive).double().mean(0)
+            for part in (weights + sigma * noise).split(64)
+        ]
     )
 
 
 def _utility(name, task, run, config, initialization, mechanism, draw=None):
-    """Accuracy of the noiseless models and, for each sensitivity and epsilon, with full and with augmented noise.
+    """Accuracy of the noiseless models and, for each sensitivity and epsilon, with full and with
+    augmented noise.
 
-    The same normal draws serve both, so that only the size of the noise differs between the members of a pair. With a
-    `draw` they serve all models, too: the vector of NumPy's legacy generator with that seed, in the order of the public
-    code's columns.
+    The same normal draws serve both, so that only the size of the noise differs between the members
+    of a pair. With a `draw` they serve all models, too: the vector of NumPy's legacy generator with
+    that seed, in the order of the public code's columns.
     """
     found = problem(name, run)
     grid = trained(name, task, run, initialization)[1:]
-    chosen = torch.randperm(grid[..., 0].numel(), generator=torch.Generator().manual_seed(config.seed))[: config.models]
+    chosen = torch.randperm(
+        grid[..., 0].numel(), generator=torch.Generator().manual_seed(config.seed)
+    )[: config.models]
     weights = grid.flatten(0, 1)[chosen]
     bound, fractional, _ = sensitivities(task, found.examples)
     theory = fractional if mechanism == "classical" else bound
@@ -72,26 +85,38 @@ def _utility(name, task, run, config, initialization, mechanism, draw=None):
         drawn = torch.from_numpy(np.random.RandomState(draw).normal(size=weights.shape[1]))
         return drawn[[*numeric_first(name, weights.shape[1] - 1), -1]]
 
-    results: dict[Any, torch.Tensor] = {"noiseless": accuracies(found, weights, 0.0, torch.zeros(()))}
+    results: dict[Any, torch.Tensor] = {
+        "noiseless": accuracies(found, weights, 0.0, torch.zeros(()))
+    }
     for kind, sensitivity in (("theory", theory), ("empirical", op.empirical_sensitivity(grid))):
         for epsilon in config.epsilons:
             for setting, own in (("deterministic", 0.0), ("augmented", sigma)):
                 added = op.augmented_sigma(
-                    sensitivity, own, target_epsilon=epsilon, target_delta=1 / found.examples, mechanism=mechanism
+                    sensitivity,
+                    own,
+                    target_epsilon=epsilon,
+                    target_delta=1 / found.examples,
+                    mechanism=mechanism,
                 )
                 results[kind, epsilon, setting] = accuracies(found, weights, added, noise())
     return results
 
 
 def _single_draws(name, task, run, config):
-    """Table IV as the public code computes it, with one noise vector for all models: that of seed 0, as printed, and
-    the same for the vectors of other seeds (`other_draws`, mean and standard deviation over them)."""
+    """Table IV as the public code computes it, with one noise vector for all models: that of seed
+    0, as printed, and the same for the vectors of other seeds (`other_draws`, mean and standard
+    deviation over them).
+    """
     values = {}
-    each = [_utility(name, task, run, config, "varying", "classical", draw) for draw in range(config.draws)]
+    each = [
+        _utility(name, task, run, config, "varying", "classical", draw)
+        for draw in range(config.draws)
+    ]
     for kind in ("theory", "empirical"):
         for prefix, results in (("", each[:1]), ("other_draws.", each[1:])):
             plain, augmented = (
-                [found[kind, 1.0, setting] for found in results] for setting in ("deterministic", "augmented")
+                [found[kind, 1.0, setting] for found in results]
+                for setting in ("deterministic", "augmented")
             )
             gains = [float((more - less).mean()) for more, less in zip(augmented, plain)]
             values |= {
@@ -112,9 +137,10 @@ def _single_draws(name, task, run, config):
     paper=Utility(PAPER | UNSCALED, 2000, (1.0,), draws=61),
 )
 def table_4(config, run):
-    """Accuracy at eps 1: with one noise vector for all models, as the paper computes it, where there are `draws`; with
-    noise of each model's own under `own_draws.`, and that with the bound and the analytic mechanism under
-    `.analytic`."""
+    """Accuracy at eps 1: with one noise vector for all models, as the paper computes it, where
+    there are `draws`; with noise of each model's own under `own_draws.`, and that with the bound
+    and the analytic mechanism under `.analytic`.
+    """
     values = {}
     own = "own_draws." if config.draws else ""
     if config.draws:
@@ -126,14 +152,18 @@ def table_4(config, run):
             results = _utility(name, task, run, config, "varying", mechanism)
             values[f"noiseless_accuracy.{name}"] = records.mean_and_sd(results["noiseless"])
             for kind in ("theory", "empirical"):
-                plain, augmented = (results[kind, 1.0, setting] for setting in ("deterministic", "augmented"))
+                plain, augmented = (
+                    results[kind, 1.0, setting] for setting in ("deterministic", "augmented")
+                )
                 gain, gap = (augmented - plain).mean(), (results["noiseless"] - plain).mean()
                 test = stats.ttest_rel(augmented.numpy(), plain.numpy())
                 of = "" if suffix else own
                 values |= {
                     f"{of}{kind}.deterministic.{name}{suffix}": records.mean_and_sd(plain),
                     f"{of}{kind}.gain.{name}{suffix}": gain,
-                    f"{of}{kind}.percent_of_gap.{name}{suffix}": 100 * gain / gap if gap > 0 else math.nan,
+                    f"{of}{kind}.percent_of_gap.{name}{suffix}": 100 * gain / gap
+                    if gap > 0
+                    else math.nan,
                     f"{of}{kind}.p_value.{name}{suffix}": test.pvalue,
                 }
     return values
@@ -154,17 +184,25 @@ def _figure_of_utility(config, run, initialization):
                 arrays[f"{key}.deterministic"] = np.array([each.mean() for each in plain])
                 arrays[f"{key}.augmented"] = np.array([each.mean() for each in augmented])
                 # Of each model, since both members of a pair have the same noise but for its size.
-                values[f"{key}.gains"] = [records.mean_and_sd(more - less) for more, less in zip(augmented, plain)]
+                values[f"{key}.gains"] = [
+                    records.mean_and_sd(more - less) for more, less in zip(augmented, plain)
+                ]
     return values, arrays
 
 
-@experiment("intrinsic-privacy/figure-5", quick=Utility(QUICK, 100), paper=Utility(PAPER | UNSCALED, 4900))
+@experiment(
+    "intrinsic-privacy/figure-5", quick=Utility(QUICK, 100), paper=Utility(PAPER | UNSCALED, 4900)
+)
 def figure_5(config, run):
     """Mean accuracy over epsilon, the initialisation varying."""
     return _figure_of_utility(config, run, "varying")
 
 
-@experiment("intrinsic-privacy/figures-8-9", quick=Utility(QUICK, 100), paper=Utility(PAPER | UNSCALED, 4900))
+@experiment(
+    "intrinsic-privacy/figures-8-9",
+    quick=Utility(QUICK, 100),
+    paper=Utility(PAPER | UNSCALED, 4900),
+)
 def figures_8_9(config, run):
     """Figures 4 and 5 with a fixed initialisation."""
     values, arrays = figure_of_pairs(config, run, "fixed")
@@ -173,18 +211,24 @@ def figures_8_9(config, run):
 
 
 def _gains(values, key):
-    """How much more accurate the augmented mechanism is at each epsilon: intervals that all hold at once."""
+    """How much more accurate the augmented mechanism is at each epsilon: intervals that all hold at
+    once.
+    """
     gains = values[f"{key}.gains"]
     return [intervals.of_summary(*each, confidence=1 - 0.05 / len(gains)) for each in gains]
 
 
 def _largest(gains):
     """The largest of some statistics whose intervals all hold at once."""
-    return intervals.Interval(*(max(getattr(gain, end) for gain in gains) for end in ("estimate", "low", "high")))
+    return intervals.Interval(
+        *(max(getattr(gain, end) for gain in gains) for end in ("estimate", "low", "high"))
+    )
 
 
 def _superior(record, names, prefix):
-    """Of each task and sensitivity: is augmented noise more accurate somewhere, and nowhere less?"""
+    """Of each task and sensitivity: is augmented noise more accurate somewhere, and nowhere
+    less?
+    """
     for name in names:
         for which in ("theory", "empirical"):
             gains = _gains(record.values, f"{prefix}{name}.classical.{which}")
@@ -196,7 +240,9 @@ def _superior(record, names, prefix):
             )
 
 
-_SUPERIOR = "augmented significantly more accurate at the best epsilon, significantly less at none (paired)"
+_SUPERIOR = (
+    "augmented significantly more accurate at the best epsilon, significantly less at none (paired)"
+)
 
 
 @claim("intrinsic-privacy/figure-5", _SUPERIOR)
@@ -215,7 +261,9 @@ def _right_tail_when_fixed(record, names):
 
 
 def _of_varying_start(exhibit, record):
-    """The record of an exhibit with a varying start at the same preset, to set one with a fixed start against."""
+    """The record of an exhibit with a varying start at the same preset, to set one with a fixed
+    start against.
+    """
     return get(f"intrinsic-privacy/{exhibit}").record(record.preset)
 
 

@@ -30,7 +30,9 @@ from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
 
 @experiment(f"{NAME}/figure-1", quick=QUICK, paper=PAPER)
 def figure_1(config, run):
-    """Individual epsilon with K = 2, who reaches the worst case, and the worst cases of the paper's settings."""
+    """Individual epsilon with K = 2, who reaches the worst case, and the worst cases of the paper's
+    settings.
+    """
     found = trained(config.setting, config.seed, run)
     epsilon, top = found.epsilon, found.worst_case
     values = {
@@ -46,7 +48,10 @@ def figure_1(config, run):
         "steps": found.plan.steps,
     }
     for name in SETTINGS:
-        values |= {f"{name}.worst_case": worst_case(name), f"{name}.worst_case_pld": worst_case(name, "pld")}
+        values |= {
+            f"{name}.worst_case": worst_case(name),
+            f"{name}.worst_case_pld": worst_case(name, "pld"),
+        }
     return values, {"histogram": histogram(epsilon, top)}
 
 
@@ -58,23 +63,31 @@ def most_pay_less(record):
 
 @experiment(f"{NAME}/figure-2", quick=QUICK, paper=PAPER)
 def figure_2(config, run):
-    """Mean gradient norm, in units of C, of five groups of examples over training; groups by the mean over training."""
+    """Mean gradient norm, in units of C, of five groups of examples over training; groups by the
+    mean over training.
+    """
     found = trained(config.setting, config.seed, run)
     groups = found.quintiles
-    values = {"ordered": (np.diff(groups, axis=0) > 0).all(0).mean(), "top_over_bottom": (groups[-1] / groups[0]).min()}
+    values = {
+        "ordered": (np.diff(groups, axis=0) > 0).all(0).mean(),
+        "top_over_bottom": (groups[-1] / groups[0]).min(),
+    }
     return values, {"quintiles": np.float32(groups)}
 
 
 def _group_means(record):
     """The intervals of the groups' mean norms, (groups, looks), in units of C.
 
-    No norms in [0, 1] with a mean m vary more than zeros and ones do; the record holds means and no more than that.
+    No norms in [0, 1] with a mean m vary more than zeros and ones do; the record holds means and no
+    more than that.
     """
     means = record.arrays["quintiles"]
     n = next(entry["examples"] for entry in record.data if entry["split"] == "train") // len(means)
     return [
         [
-            intervals.share(round(float(mean) * n), n) if 0 <= mean <= 1 + 1e-6 else intervals.unknown(mean)
+            intervals.share(round(float(mean) * n), n)
+            if 0 <= mean <= 1 + 1e-6
+            else intervals.unknown(mean)
             for mean in group
         ]
         for group in means
@@ -84,16 +97,27 @@ def _group_means(record):
 @finding(f"{NAME}/figure-2", "the five groups are in the same order at every measurement")
 def stay_stratified(record):
     groups, ordered = _group_means(record), record.values["ordered"]
-    steps = [(above - below).above(0) for low, high in zip(groups, groups[1:]) for below, above in zip(low, high)]
+    steps = [
+        (above - below).above(0)
+        for low, high in zip(groups, groups[1:])
+        for below, above in zip(low, high)
+    ]
     yield label(record), f"at {ordered:.0%} of them", intervals.every(*steps)
 
 
-@finding(f"{NAME}/figure-2", "the top group's mean norm is at least twice the bottom group's at every measurement")
+@finding(
+    f"{NAME}/figure-2",
+    "the top group's mean norm is at least twice the bottom group's at every measurement",
+)
 def far_apart(record):
     groups = _group_means(record)
     ratios = [top / bottom for bottom, top in zip(groups[0], groups[-1])]
     least = min(ratios, key=lambda ratio: ratio.estimate)
-    yield label(record), f"{least:.1f} times at least", intervals.every(*(ratio.at_least(2) for ratio in ratios))
+    yield (
+        label(record),
+        f"{least:.1f} times at least",
+        intervals.every(*(ratio.at_least(2) for ratio in ratios)),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +129,9 @@ class Estimates(Study):
 
 @experiment(f"{NAME}/figure-3", quick=Estimates(), paper=Estimates(MNIST))
 def figure_3(config, run):
-    """Accounts by running estimates with K passes an epoch, beside norms at every step, for some examples."""
+    """Accounts by running estimates with K passes an epoch, beside norms at every step, for some
+    examples.
+    """
     values, arrays = {}, {}
     for refreshes in config.refreshes:
         found = trained(dataclasses.replace(config.setting, refreshes=refreshes), config.seed, run)
@@ -128,7 +154,9 @@ def figure_3(config, run):
 @finding(f"{NAME}/figure-3", "Pearson's r is above 0.99 for every K")
 def estimates_are_close(record):
     for refreshes in record.config["refreshes"]:
-        r = intervals.pearson(*(record.arrays[f"k{refreshes:g}.{key}"] for key in ("estimate", "actual")))
+        r = intervals.pearson(
+            *(record.arrays[f"k{refreshes:g}.{key}"] for key in ("estimate", "actual"))
+        )
         yield f"{label(record)}, K = {refreshes:g}", f"{r:.3f}", r.above(0.99)
 
 
@@ -144,10 +172,14 @@ class Cost:
 
 @experiment(f"{NAME}/text-cost", quick=Cost(), paper=Cost(examples=50_000))
 def text_cost(config, run):
-    """Processor seconds for 100 divergences, what every norm one by one would take, and our accounts of every norm."""
+    """Processor seconds for 100 divergences, what every norm one by one would take, and our
+    accounts of every norm.
+    """
     rate, noise, _ = SETTINGS["cifar10"]
     generator = torch.Generator().manual_seed(0)
-    norms = torch.rand(config.updates, config.examples, generator=generator, dtype=torch.float64).clamp(min=0.01)
+    norms = torch.rand(
+        config.updates, config.examples, generator=generator, dtype=torch.float64
+    ).clamp(min=0.01)
     orders = list(range(2, 257))
     started = time.process_time()
     for norm in norms[0, : config.evaluations].tolist():
@@ -155,7 +187,12 @@ def text_cost(config, run):
     hundred = (time.process_time() - started) * 100 / config.evaluations
     started = time.process_time()
     account = IndividualAccountant(
-        config.examples, sample_rate=rate, noise_multiplier=noise, max_grad_norm=1.0, rounding=None, accountant="rdp"
+        config.examples,
+        sample_rate=rate,
+        noise_multiplier=noise,
+        max_grad_norm=1.0,
+        rounding=None,
+        accountant="rdp",
     )
     for row in norms:
         account.record(row)
@@ -170,22 +207,35 @@ def text_cost(config, run):
     }
 
 
-@finding(f"{NAME}/text-cost", "with norms rounded to 0.01 of the clip norm, 100 divergences serve all")
+@finding(
+    f"{NAME}/text-cost", "with norms rounded to 0.01 of the clip norm, 100 divergences serve all"
+)
 def few_divergences_serve_all(record):
-    few, many = (record.values.get(f"divergences_{which}") for which in ("with_rounding", "without"))
+    few, many = (
+        record.values.get(f"divergences_{which}") for which in ("with_rounding", "without")
+    )
     if few is not None:
         yield "random norms", f"{few} in place of {many:,}", few <= 100
 
 
-@finding(f"{NAME}/text-cost", "100 divergences take less than 5 seconds, even on a machine half as fast", kind="own")
+@finding(
+    f"{NAME}/text-cost",
+    "100 divergences take less than 5 seconds, even on a machine half as fast",
+    kind="own",
+)
 def divergences_are_cheap(record):
     seconds = record.values["hundred_rdp_evaluations_s"]
-    yield "one core", "less than 2.5 s" if seconds < 2.5 else f"{seconds:.1f} s", intervals.timed(seconds).below(5)
+    yield (
+        "one core",
+        "less than 2.5 s" if seconds < 2.5 else f"{seconds:.1f} s",
+        intervals.timed(seconds).below(5),
+    )
 
 
 @finding(
     f"{NAME}/text-cost",
-    "accounts of every norm without rounding take less than a minute, even on a machine half as fast",
+    "accounts of every norm without rounding take less than a minute, even on a machine half as "
+    "fast",
     kind="own",
 )
 def rounding_is_not_needed(record):
@@ -210,7 +260,9 @@ def few_pay_all(record):
 
 @experiment(f"{NAME}/figure-5", quick=QUICK, paper=PAPER)
 def figure_5(config, run):
-    """Mean loss and mean epsilon of loss deciles, by the mean over training and by the last epoch's loss."""
+    """Mean loss and mean epsilon of loss deciles, by the mean over training and by the last epoch's
+    loss.
+    """
     found, values = trained(config.setting, config.seed, run), {}
     for kind in ("mean_loss", "last_loss"):
         loss = getattr(found, kind)
@@ -226,10 +278,15 @@ def figure_5(config, run):
     return values
 
 
-@finding(f"{NAME}/figure-5", "mean epsilon rises with the decile of the loss (rank correlation 0.95 or more)")
+@finding(
+    f"{NAME}/figure-5",
+    "mean epsilon rises with the decile of the loss (rank correlation 0.95 or more)",
+)
 def deciles_rise(record):
     for kind in ("mean_loss", "last_loss"):
-        r = intervals.rank_correlation(record.values[f"{kind}.rank_correlation"], len(record.values[f"{kind}.epsilon"]))
+        r = intervals.rank_correlation(
+            record.values[f"{kind}.rank_correlation"], len(record.values[f"{kind}.epsilon"])
+        )
         yield f"{label(record)}, {kind.replace('_', ' ')}", f"{r:.2f}", r.at_least(0.95)
 
 
@@ -240,7 +297,8 @@ def figure_6(config, run):
 
 
 GROUPS = (
-    "classes: loss and mean epsilon have a rank correlation of 0.5 or more, and the class of the highest loss "
+    "classes: loss and mean epsilon have a rank correlation of 0.5 or more, and the class of the "
+    "highest loss "
     "has a higher mean than that of the lowest"
 )
 

@@ -37,11 +37,16 @@ def table_1(config, run):
     values = {}
     for name, clipping in (("per_example", "individual"), ("single", "maximum")):
         setting = dataclasses.replace(config.setting, clipping=clipping)
-        values[name] = records.mean_and_sd([100 * trained(setting, seed, run).accuracy for seed in config.seeds])
+        values[name] = records.mean_and_sd(
+            [100 * trained(setting, seed, run).accuracy for seed in config.seeds]
+        )
     return values
 
 
-@finding(f"{NAME}/table-1", "clipping each example to its own estimate costs at most half a point of accuracy")
+@finding(
+    f"{NAME}/table-1",
+    "clipping each example to its own estimate costs at most half a point of accuracy",
+)
 def clipping_is_free(record):
     cost = intervals.unpaired(record.values["single"], record.values["per_example"])
     yield label(record), f"{cost:+z.1f} points", cost.at_most(0.5)
@@ -60,7 +65,9 @@ def figure_8(config, run):
     """Distribution of epsilon for clip norms below and above the median."""
     values, arrays = {}, {}
     for multiple in config.multiples:
-        found = trained(dataclasses.replace(config.setting, median_multiple=multiple), config.seed, run)
+        found = trained(
+            dataclasses.replace(config.setting, median_multiple=multiple), config.seed, run
+        )
         epsilon, top, key = found.epsilon, found.worst_case, second.clip_key(multiple)
         values |= named(
             key,
@@ -73,13 +80,20 @@ def figure_8(config, run):
     return {**values, "worst_case": top}, arrays
 
 
-@finding(f"{NAME}/figure-8", "the share at the worst case falls as C grows, from more than half to less than a tenth")
+@finding(
+    f"{NAME}/figure-8",
+    "the share at the worst case falls as C grows, from more than half to less than a tenth",
+)
 def fewer_at_the_worst_case(record):
     shares = [
         of_examples(record, record.values[f"{second.clip_key(c)}.share_at_worst_case"])
         for c in record.config["multiples"]
     ]
-    yield label(record), ", ".join(f"{share.estimate:.0%}" for share in shares), second.falls(shares)
+    yield (
+        label(record),
+        ", ".join(f"{share.estimate:.0%}" for share in shares),
+        second.falls(shares),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,24 +107,34 @@ class Release(Study):
 
 @experiment(f"{NAME}/table-2", quick=Release(), paper=Release(MNIST))
 def table_2(config, run):
-    """Mean and quantiles of epsilon, released under one budget; mean and standard deviation over draws."""
+    """Mean and quantiles of epsilon, released under one budget; mean and standard deviation over
+    draws.
+    """
     found, values = trained(config.setting, config.seed, run), {}
     epsilon = torch.as_tensor(found.epsilon)
     true = [float(epsilon.mean()), *np.quantile(epsilon, config.quantiles)]
     values |= named("non_private", **dict(zip(second.STATISTICS, true)))
     for method in release.METHODS:
         drawn = np.array(
-            [second.released(epsilon, found.worst_case, DELTA, config, method, draw) for draw in range(config.draws)]
+            [
+                second.released(epsilon, found.worst_case, DELTA, config, method, draw)
+                for draw in range(config.draws)
+            ]
         )
         error = records.mean_and_sd(100 * np.abs(drawn / true - 1).mean(1))
         if method == "cdf":
-            values |= named("released", **dict(zip(second.STATISTICS, map(records.mean_and_sd, drawn.T))))
+            values |= named(
+                "released", **dict(zip(second.STATISTICS, map(records.mean_and_sd, drawn.T)))
+            )
             values["mean_error_percent"] = error
         values[f"{method}.mean_error_percent"] = error
     return values
 
 
-@finding(f"{NAME}/table-2", "the mean error of the released statistics, by the paper's method, is at most 5%")
+@finding(
+    f"{NAME}/table-2",
+    "the mean error of the released statistics, by the paper's method, is at most 5%",
+)
 def released_accurately(record):
     yield from _release_error(record, "andrew2021")
 
@@ -121,5 +145,6 @@ def released_by_distribution(record):
 
 
 def _release_error(record, method):
-    error = intervals.of_summary(*record.values[f"{method}.mean_error_percent"])  # over draws of the noise
+    # over draws of the noise
+    error = intervals.of_summary(*record.values[f"{method}.mean_error_percent"])
     yield label(record), f"{error:.1f}%", error.at_most(5)

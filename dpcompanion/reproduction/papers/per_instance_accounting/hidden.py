@@ -14,9 +14,11 @@ from dpcompanion.reproduction.papers.per_instance_accounting.runs import NAME
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """Algorithm 1 with K = 0 in one dimension, for an example whose gradient is short at first and long afterwards.
+    """Algorithm 1 with K = 0 in one dimension, for an example whose gradient is short at first and
+    long afterwards.
 
-    The gradients do not hang on the outputs, so that an account along the trajectory is an account of the algorithm.
+    The gradients do not hang on the outputs, so that an account along the trajectory is an account
+    of the algorithm.
     """
 
     norms: tuple = (0.05, 1.0, 1.0, 1.0, 1.0, 1.0)
@@ -25,7 +27,9 @@ class Hidden:
 
 
 def histories(config, *, running=True):
-    """Every history of who was sampled: (probabilities, what the example adds, what it is charged at each step)."""
+    """Every history of who was sampled: (probabilities, what the example adds, what it is charged
+    at each step).
+    """
     sampled = np.array(list(itertools.product((0, 1), repeat=len(config.norms))))
     probabilities = np.prod(np.where(sampled, config.sample_rate, 1 - config.sample_rate), axis=1)
     limit, added, charged = np.ones(len(sampled)), [], []
@@ -50,14 +54,20 @@ def true_divergence(probabilities, added, noise):
 
 @experiment(f"{NAME}/algorithm-1", quick=Hidden(), paper=Hidden())
 def algorithm_1(config, run):
-    """What all outputs reveal of the example, and its charge, by whether it was sampled at the first step."""
+    """What all outputs reveal of the example, and its charge, by whether it was sampled at the
+    first step.
+    """
     values = {}
     for kind, running in (("running", True), ("passes", False)):
         probabilities, added, charged = histories(config, running=running)
         cost = np.zeros(charged.shape)
         for level in np.unique(charged):
             cost[charged == level] = float(
-                rdp_sampled_gaussian(sample_rate=config.sample_rate, noise_multiplier=config.noise / level, orders=[3])
+                rdp_sampled_gaussian(
+                    sample_rate=config.sample_rate,
+                    noise_multiplier=config.noise / level,
+                    orders=[3],
+                )
             )
         charged, truth = cost.sum(1), true_divergence(probabilities, added, config.noise)
         values |= named(
@@ -72,9 +82,14 @@ def algorithm_1(config, run):
 
 @finding(
     f"{NAME}/algorithm-1",
-    "with running estimates some reported epsilon is below what the outputs reveal; with norms of every step none is",
+    "with running estimates some reported epsilon is below what the outputs reveal; with norms of "
+    "every step none is",
     kind="refutes",
 )
 def running_estimates_understate(record):
     running, passes = (record.values[f"{kind}.told_too_little"] for kind in ("running", "passes"))
-    yield "six steps, exactly", f"{running:.0%} and {passes:.0%} of histories", running > 0 == passes
+    yield (
+        "six steps, exactly",
+        f"{running:.0%} and {passes:.0%} of histories",
+        running > 0 == passes,
+    )

@@ -31,7 +31,13 @@ def attacks_by_class(config, run):
     """Success of the loss-threshold attack on each class, with and without DP."""
     found = trained(config.setting, config.seed, run)
     task = second.Task(
-        config.setting.data, getattr(config.setting, "model", "mlp"), 0, 0, 0.0, 0.0, dtype=config.setting.dtype
+        config.setting.data,
+        getattr(config.setting, "model", "mlp"),
+        0,
+        0,
+        0.0,
+        0.0,
+        dtype=config.setting.dtype,
     )
     accuracies, losses = second.trained_without_privacy(task, config.overfit, config.seed, run)
     values = {f"nonprivate_{key}": value for key, value in accuracies.items()}
@@ -46,9 +52,13 @@ def attacks_by_class(config, run):
                 torch.as_tensor(members)[found.found.groups == group],
                 torch.as_tensor(others)[found.found.test_groups == group],
             )
-            result = attacks.loss_threshold_attack(*sides, generator=torch.Generator().manual_seed(group))
+            result = attacks.loss_threshold_attack(
+                *sides, generator=torch.Generator().manual_seed(group)
+            )
             rows.append((*result.success, result.fitted))
-        values |= named(kind, **dict(zip(("success", "low", "high", "fitted"), map(list, zip(*rows)))))
+        values |= named(
+            kind, **dict(zip(("success", "low", "high", "fitted"), map(list, zip(*rows))))
+        )
     values["rank_correlation"] = rank(values["epsilon"], values["nonprivate.success"])
     return values
 
@@ -58,7 +68,9 @@ QUICK_MEMBERSHIP = Membership(overfit=second.Membership(tasks={}, **second.STABL
 
 @experiment(f"{NAME}/figure-7", quick=QUICK_MEMBERSHIP)
 def figure_7(config, run):
-    """Success of the loss-threshold attack by class with and without DP; the paper's data need a GPU."""
+    """Success of the loss-threshold attack by class with and without DP; the paper's data need a
+    GPU.
+    """
     return attacks_by_class(config, run)
 
 
@@ -74,25 +86,33 @@ def figures_9_10(config, run):
 
 @finding(
     f"{NAME}/figure-7",
-    "without privacy, classes with a higher mean epsilon are attacked with more success (rank correlation 0.5 or more)",
+    "without privacy, classes with a higher mean epsilon are attacked with more success (rank "
+    "correlation 0.5 or more)",
 )
 def risk_follows(record):
     r = intervals.rank_correlation(record.values["rank_correlation"], len(record.values["epsilon"]))
     yield label(record), f"{r:.1f}", r.at_least(0.5)
 
 
-@finding(f"{NAME}/figure-7", "with DP, the success on every class lies within five points of one half")
+@finding(
+    f"{NAME}/figure-7", "with DP, the success on every class lies within five points of one half"
+)
 def private_models_resist(record):
     said, outcome = second.near_one_half(record.values, "private")
     yield label(record), f"intervals from {said}", outcome
 
 
-@finding(f"{NAME}/figures-9-10", "with or without DP, success on the digits stays below 60% for every class")
+@finding(
+    f"{NAME}/figures-9-10",
+    "with or without DP, success on the digits stays below 60% for every class",
+)
 def digits_resist(record):
     ends = [
         intervals.Interval(*group)
         for kind in ("private", "nonprivate")
-        for group in zip(*(record.values[f"attack.{kind}.{key}"] for key in ("success", "low", "high")))
+        for group in zip(
+            *(record.values[f"attack.{kind}.{key}"] for key in ("success", "low", "high"))
+        )
     ]
     yield (
         label(record),

@@ -1,11 +1,13 @@
-"""The paper's network on its data: parts of exhibits whose own records are of a smaller network, and what needs both.
+"""The paper's network on its data: parts of exhibits whose own records are of a smaller network,
+and what needs both.
 
-ResNet-20 with the sample rates, noise multipliers and steps of appendix B; learning rates are not printed.  A run takes
-about an hour of a GPU, and is shared by all exhibits that show it.
+ResNet-20 with the sample rates, noise multipliers and steps of appendix B; learning rates are not
+printed. A run takes about an hour of a GPU, and is shared by all exhibits that show it.
 
-Two short runs stand in until then: 5 of 208 epochs on CIFAR-10, about an hour of one core, and 5 of 100 on the part of
-UTKFace that is at hand (gender), about half an hour.  They have the noise that makes so few epochs cost what the
-paper's do.  Steps are few: on CIFAR-10 batches have 1,000 examples instead of 4,000.
+Two short runs stand in until then: 5 of 208 epochs on CIFAR-10, about an hour of one core, and 5 of
+100 on the part of UTKFace that is at hand (gender), about half an hour. They have the noise that
+makes so few epochs cost what the paper's do. Steps are few: on CIFAR-10 batches have 1,000 examples
+instead of 4,000.
 """
 
 import dataclasses
@@ -30,7 +32,11 @@ from dpcompanion.reproduction.papers.per_instance_accounting.clipping import (
     table_1,
     table_2,
 )
-from dpcompanion.reproduction.papers.per_instance_accounting.membership import Membership, figure_7, figures_9_10
+from dpcompanion.reproduction.papers.per_instance_accounting.membership import (
+    Membership,
+    figure_7,
+    figures_9_10,
+)
 from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
     NAME,
     Setting,
@@ -48,9 +54,15 @@ class Resnet(Setting):
     model: str = "resnet20"
 
 
-CIFAR10 = Resnet("cifar10", 4000, 208, 3.2, learning_rate=2.0, reference=1000, looks=20, dtype="float32")
-MNIST_RESNET = Resnet("mnist", 4000, 100, 6.0, learning_rate=2.0, reference=1000, looks=20, dtype="float32")
-UTKFACE_GENDER = Resnet("utkface-gender", 200, 100, 1.5, learning_rate=1.0, reference=1000, looks=20, dtype="float32")
+CIFAR10 = Resnet(
+    "cifar10", 4000, 208, 3.2, learning_rate=2.0, reference=1000, looks=20, dtype="float32"
+)
+MNIST_RESNET = Resnet(
+    "mnist", 4000, 100, 6.0, learning_rate=2.0, reference=1000, looks=20, dtype="float32"
+)
+UTKFACE_GENDER = Resnet(
+    "utkface-gender", 200, 100, 1.5, learning_rate=1.0, reference=1000, looks=20, dtype="float32"
+)
 UTKFACE_AGE = dataclasses.replace(UTKFACE_GENDER, data="utkface-age")
 
 
@@ -80,7 +92,9 @@ def figure_4(config, run):
     return values, arrays
 
 
-@experiment(f"{NAME}/text-worst-case-share", paper=Several({"cifar10": CIFAR10, "mnist": MNIST_RESNET}))
+@experiment(
+    f"{NAME}/text-worst-case-share", paper=Several({"cifar10": CIFAR10, "mnist": MNIST_RESNET})
+)
 def text_worst_case_share(config, run):
     """The share of examples that reach the worst case."""
     values = {}
@@ -96,7 +110,10 @@ def _without_looks(setting):
 
 @experiment(
     f"{NAME}/table-1-resnet20",
-    paper=Several({"cifar10": _without_looks(CIFAR10), "mnist": _without_looks(MNIST_RESNET)}, seeds=(0, 1, 2, 3)),
+    paper=Several(
+        {"cifar10": _without_looks(CIFAR10), "mnist": _without_looks(MNIST_RESNET)},
+        seeds=(0, 1, 2, 3),
+    ),
 )
 def table_1_resnet20(config, run):
     """Table 1 on both data sets."""
@@ -135,18 +152,41 @@ for _exhibit, _function, _config in (
 
 
 CIFAR10_SHORT = Resnet(
-    "cifar10", 1000, 5, 0.686, refreshes=0.4, learning_rate=1.0, reference=200, looks=2, dtype="float32"
+    "cifar10",
+    1000,
+    5,
+    0.686,
+    refreshes=0.4,
+    learning_rate=1.0,
+    reference=200,
+    looks=2,
+    dtype="float32",
 )
 UTKFACE_SHORT = Resnet(
-    "utkface-gender", 200, 5, 0.893, refreshes=0.4, learning_rate=0.2, reference=200, looks=2, dtype="float32"
+    "utkface-gender",
+    200,
+    5,
+    0.893,
+    refreshes=0.4,
+    learning_rate=0.2,
+    reference=200,
+    looks=2,
+    dtype="float32",
 )
 
 experiment(f"{NAME}/figure-4-short", paper=Several({"gender": UTKFACE_SHORT}))(figure_4)
-experiment(f"{NAME}/text-worst-case-share-short", paper=Several({"cifar10": CIFAR10_SHORT}))(text_worst_case_share)
+experiment(f"{NAME}/text-worst-case-share-short", paper=Several({"cifar10": CIFAR10_SHORT}))(
+    text_worst_case_share
+)
 for _exhibit, _function, _config, _whose in (
     ("figure-1", figure_1, Study(CIFAR10_SHORT), "figure-1"),
     ("figure-2", figure_2, Study(CIFAR10_SHORT), "figure-2"),
-    ("figure-3", figure_3, Estimates(CIFAR10_SHORT, refreshes=(CIFAR10_SHORT.refreshes,)), "figure-3"),
+    (
+        "figure-3",
+        figure_3,
+        Estimates(CIFAR10_SHORT, refreshes=(CIFAR10_SHORT.refreshes,)),
+        "figure-3",
+    ),
     ("figure-5", figure_5, Study(CIFAR10_SHORT), "figure-5"),
     ("figure-6", figure_6, Study(CIFAR10_SHORT), "figure-6"),
     ("table-3", table_2, Release(CIFAR10_SHORT), "table-2"),
@@ -155,11 +195,19 @@ for _exhibit, _function, _config, _whose in (
     ask_also(f"{NAME}/{_whose}", of=f"{NAME}/{_exhibit}-short", under=f"{NAME}/{_exhibit}")
 
 
-@finding(f"{NAME}/figure-4", "the largest epsilon is at least ten times the smallest", of=f"{NAME}/figure-4-short")
+@finding(
+    f"{NAME}/figure-4",
+    "the largest epsilon is at least ten times the smallest",
+    of=f"{NAME}/figure-4-short",
+)
 def epsilons_spread(record):
     for name, setting in record.config["settings"].items():
         least, most = (record.values[f"{name}.{key}"] for key in ("min", "max"))
-        yield label(record, setting), f"{least:.1f} to {most:.1f}", intervals.unknown(most / least).at_least(10)
+        yield (
+            label(record, setting),
+            f"{least:.1f} to {most:.1f}",
+            intervals.unknown(most / least).at_least(10),
+        )
 
 
 @finding(
@@ -169,4 +217,8 @@ def epsilons_spread(record):
 )
 def many_pay_less(record):
     share = of_examples(record, record.values["cifar10"])
-    yield label(record, record.config["settings"]["cifar10"]), f"{share.estimate:.0%}", share.below(0.5)
+    yield (
+        label(record, record.config["settings"]["cifar10"]),
+        f"{share.estimate:.0%}",
+        share.below(0.5),
+    )

@@ -29,8 +29,9 @@ SETTINGS = {
 class Setting:
     """A run of algorithm 1.
 
-    `refreshes` is K; without a noise multiplier the run costs what the paper's on MNIST does. `looks` is how often
-    all losses and norms are noted; `reference` examples have their norms taken at every step.
+    `refreshes` is K; without a noise multiplier the run costs what the paper's on MNIST does.
+    `looks` is how often all losses and norms are noted; `reference` examples have their norms taken
+    at every step.
     """
 
     data: str = "mnist-5k"
@@ -47,7 +48,9 @@ class Setting:
 
 
 DIGITS = Setting()
-MNIST = Setting("mnist", 4000, 100, 6.0, learning_rate=2.0, reference=1000, looks=20, dtype="float32")
+MNIST = Setting(
+    "mnist", 4000, 100, 6.0, learning_rate=2.0, reference=1000, looks=20, dtype="float32"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,9 @@ QUICK, PAPER = Study(), Study(MNIST)
 def worst_case(setting="mnist", accountant="rdp"):
     """The uniform epsilon of one of the paper's settings."""
     rate, noise, steps = SETTINGS[setting]
-    return compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=DELTA, accountant=accountant)
+    return compute_epsilon(
+        sample_rate=rate, noise_multiplier=noise, steps=steps, delta=DELTA, accountant=accountant
+    )
 
 
 def make_plan(setting, n, max_grad_norm):
@@ -134,23 +139,33 @@ def run_setting(setting, seed, device):
         callbacks=Callbacks(on_epoch=look),
         checkpoint=within_the_piece(looks=trace),
     )
-    test_losses, right = second.outcome(model, cross_entropy, found.test_x.to(device), found.test_y.to(device))
+    test_losses, right = second.outcome(
+        model, cross_entropy, found.test_x.to(device), found.test_y.to(device)
+    )
     losses, norms = np.stack(trace["losses"]), np.stack(trace["norms"])
     quintiles = np.array_split(norms.mean(0).argsort(), 5)
     arrays = {
         "epsilon": whole.estimated_epsilon(DELTA).cpu().numpy(),
         "reference": chosen,
-        "actual": trackers[-1].estimated_epsilon(DELTA).cpu().numpy() if setting.reference else np.zeros(0),
+        "actual": trackers[-1].estimated_epsilon(DELTA).cpu().numpy()
+        if setting.reference
+        else np.zeros(0),
         "mean_loss": losses.mean(0),
         "last_loss": losses[-1],
         "test_losses": test_losses.cpu().numpy(),
         "quintiles": np.stack([norms[:, part].mean(1) for part in quintiles]) / limit,
     }
-    return {"accuracy": float(right.double().mean()), "max_grad_norm": limit, "passes": whole.passes}, arrays
+    return {
+        "accuracy": float(right.double().mean()),
+        "max_grad_norm": limit,
+        "passes": whole.passes,
+    }, arrays
 
 
 def trained(setting, seed, run):
-    """The run of a setting with a seed: computed once, and kept in the data folder if it takes long."""
+    """The run of a setting with a seed: computed once, and kept in the data folder if it takes
+    long.
+    """
     found = second.examples(setting.data, setting.dtype)
     run.note(found.provenance)
     plan = make_plan(setting, len(found.y), 1.0)
@@ -164,12 +179,16 @@ def trained(setting, seed, run):
     )
     values, arrays = done[f"seed-{seed}"]
     plan = dataclasses.replace(plan, max_grad_norm=values["max_grad_norm"])
-    return types.SimpleNamespace(plan=plan, found=found, worst_case=plan.epsilon(accountant="rdp"), **values, **arrays)
+    return types.SimpleNamespace(
+        plan=plan, found=found, worst_case=plan.epsilon(accountant="rdp"), **values, **arrays
+    )
 
 
 def by_class(found, values):
     """Means of the training examples' values by class."""
-    return np.array([values[found.groups.numpy() == group].mean() for group in range(len(found.names))])
+    return np.array(
+        [values[found.groups.numpy() == group].mean() for group in range(len(found.names))]
+    )
 
 
 def label(record, setting=None):
@@ -191,7 +210,8 @@ def label(record, setting=None):
 def plain_epsilon(record, setting=None, n=None, accountant="pld"):
     """The uniform epsilon of the run of a record, or of one of its settings, on `n` examples.
 
-    One example's gradients or zeros in their place, Poisson sampling, delta 1e-5. By default `n` is the record's.
+    One example's gradients or zeros in their place, Poisson sampling, delta 1e-5. By default `n` is
+    the record's.
     """
     if n is None:
         n = next(entry["examples"] for entry in record.data if entry["split"] == "train")
@@ -209,7 +229,8 @@ def groups(config, run):
     """Loss and epsilon by class."""
     found = trained(config.setting, config.seed, run)
     loss, mean_loss, epsilon = (
-        by_class(found.found, values) for values in (found.last_loss, found.mean_loss, found.epsilon)
+        by_class(found.found, values)
+        for values in (found.last_loss, found.mean_loss, found.epsilon)
     )
     return {
         "last_loss": loss,
