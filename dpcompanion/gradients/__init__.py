@@ -11,6 +11,7 @@
 What users take from here `dpcompanion.training` hands on.
 """
 
-from dpcompanion.gradients.clipping import clipped_sum, cross_entropy, gradient_norms
+from dpcompanion.gradients.clipping import clipped_sum, gradient_norms
+from dpcompanion.gradients.independence import cross_entropy
 
 __all__ = ["clipped_sum", "cross_entropy", "gradient_norms"]

@@ -46,7 +46,6 @@ import types
 import weakref
 
 import torch
-import torch.nn.functional as F
 
 from dpcompanion import _checks
 from dpcompanion._types import Loss
@@ -62,15 +61,6 @@ from dpcompanion.gradients.sums import (
 from dpcompanion.gradients.tensors import UnsupportedModel
 
 METHODS = ("auto", "mixed", "ghost", "func")
-
-
-def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of each example, (n,).
-
-    >>> cross_entropy(torch.zeros(2, 3), torch.tensor([0, 2]))
-    tensor([1.0986, 1.0986])
-    """
-    return F.cross_entropy(outputs, targets, reduction="none")
 
 
 def _in_microbatches(

@@ -20,12 +20,12 @@ engine proves what Opacus finds by the same probe, tolerances and weights nearby
 * Each example is clipped to another share of its gradient, so that whose gradient is whose is
   proved too, and each parameter's gradient is looked at by itself.
 
->>> from dpcompanion.gradients import clipping
+>>> from dpcompanion.gradients import clipped_sum, cross_entropy
 >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(50, 3), torch.arange(50) % 2
 >>> def half(x, y, limits):
-...     found = clipping.clipped_sum(model, clipping.cross_entropy, x, y, limits)
+...     found = clipped_sum(model, cross_entropy, x, y, limits)
 ...     return found.norms / 2, found.gradients
->>> prove(model, clipping.cross_entropy, x, y, half)
+>>> prove(model, cross_entropy, x, y, half)
 Traceback (most recent call last):
     ...
 dpcompanion.gradients.tensors.UnsupportedModel: the norms of gradients are wrong by up to 50% against plain autograd

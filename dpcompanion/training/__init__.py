@@ -35,7 +35,8 @@ A plan, a training, and what it cost each example:
 '100 steps, epsilon 2.00 at delta 1e-05'
 """
 
-from dpcompanion.gradients.clipping import clipped_sum, cross_entropy, gradient_norms
+from dpcompanion.gradients.clipping import clipped_sum, gradient_norms
+from dpcompanion.gradients.independence import cross_entropy
 from dpcompanion.mechanism.noise import gaussian_noise, generators
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.mechanism.sampling import PoissonSampler
