@@ -23,8 +23,15 @@ class UnsupportedModel(ValueError):
 
 
 def own_parameters(module):
-    """The trainable parameters that belong to `module` itself, not to a child."""
-    return {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+    """The trainable parameters that belong to `module` itself, not to a child.
+
+    As `named_parameters(recurse=False)`, many times a step, without what that does for a tree.
+    """
+    found = {}
+    for name, p in module._parameters.items():
+        if p is not None and p.requires_grad and not any(p is other for other in found.values()):
+            found[name] = p
+    return found
 
 
 def call_with(model, tensors, *inputs):
