@@ -9,6 +9,9 @@ import environments
 import pytest
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture
 def ran(monkeypatch, tmp_path):
     """A function that runs a shell command in an environment, without an install: (exit status,

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "book" / "_static"
 HEAD = """<!DOCTYPE html><html lang="en" data-theme="light"><head><meta charset="utf-8">
