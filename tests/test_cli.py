@@ -308,6 +308,7 @@ def test_the_module_is_the_command_and_says_its_version():
     assert (done.returncode, done.stdout) == (0, f"dpcompanion {dpcompanion.__version__}\n")
 
 
+@pytest.mark.slow
 def test_a_reader_who_has_seen_enough_ends_the_command_quietly():
     command = [sys.executable, "-m", "dpcompanion", "epsilon", *RUN, "--accountant", "rdp"]
     with subprocess.Popen(

@@ -8,7 +8,6 @@ import sys
 import environments
 import pytest
 
-
 pytestmark = pytest.mark.slow
 
 

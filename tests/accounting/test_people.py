@@ -376,6 +376,7 @@ def test_a_plan_of_different_rates_and_norms_promises_each_its_own():
         Ledger().add(floats)
 
 
+@pytest.mark.slow
 def test_histories_of_two_trainings_and_a_release_make_one_statement():
     data = torch.randn(40, 2, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 2
     plan = DPSGDPlan(
