@@ -55,7 +55,7 @@ CIFAR10 = Task(
     runs=10,
     points=500,
 )
-DIGITS = Task("mnist-5k", "lenet5", learning_rate=1.0, runs=3, points=60, stops=31)
+DIGITS = Task("mnist-5k", "lenet5", learning_rate=1.0, runs=2, points=60, stops=31)
 PLAIN_DIGITS = dataclasses.replace(DIGITS, model="softmax", runs=1)
 
 
