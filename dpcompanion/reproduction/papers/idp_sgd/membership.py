@@ -210,7 +210,7 @@ _SHORT = dataclasses.replace(
 
 
 @experiment(
-    "idp-sgd/figure-2", quick=Shadows(HALVES, examples=2000, shadows=16, targets=20), paper=_PAPER
+    "idp-sgd/figure-2", quick=Shadows(HALVES, examples=2000, shadows=24, targets=20), paper=_PAPER
 )
 @experiment("idp-sgd/figure-2-short", paper=_SHORT)
 @experiment(
