@@ -83,8 +83,7 @@ def machine():
     )
     return (
         f"{processor}, {os.cpu_count()} cores{load}; Python {platform.python_version()}, torch "
-        f"{torch.__version__}; "
-        f"commit {commit}, {datetime.date.today():%-d %B %Y}"
+        f"{torch.__version__}; commit {commit}, {datetime.date.today():%-d %B %Y}"
     )
 
 

@@ -184,7 +184,8 @@ def run():
                 "what": f"calibration, {name}, 4 levels",
                 "cpu s": time.process_time() - start,
                 "peak MiB": peak_memory("benchmarks.filters", "calibration", name, "4"),
-                "result": f"budget {budget} of {game(name, 4)['budget']} at epsilon {game(name, 4)['epsilon']}",
+                "result": f"budget {budget} of {game(name, 4)['budget']} "
+                f"at epsilon {game(name, 4)['epsilon']}",
             }
         )
     found, added = steps(), admission()

@@ -241,10 +241,8 @@ class PrivateScaler:
         )
         return (
             f"Means and variances of {len(self.mean)} columns of {self.n} {self.unit}s (a public "
-            "number) were released "
-            f"with Gaussian noise, ({self.epsilon:g}, {self.delta:g})-DP for neighbours that "
-            f"differ {neighbours} "
-            f"({self.relation})."
+            f"number) were released with Gaussian noise, ({self.epsilon:g}, {self.delta:g})-DP for "
+            f"neighbours that differ {neighbours} ({self.relation})."
             + (
                 " The noise was seeded, for research: anyone who knows the seed can subtract it."
                 if self.seeded

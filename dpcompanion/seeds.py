@@ -22,8 +22,8 @@ import torch
 
 from dpcompanion import _checks
 
-#: Which draws belong to a seed. A change that lets seeded runs draw otherwise raises it, and records tell theirs: 1 was
-#: PyTorch's generator, which took 32 bits of a seed, 2 are the keys below.
+#: Which draws belong to a seed. A change that lets seeded runs draw otherwise raises it, and
+#: records tell theirs: 1 was PyTorch's generator, which took 32 bits of a seed, 2 are these keys.
 DRAWS = 2
 
 # What PyTorch keeps of a Mersenne Twister: seed, how many words are left (int32), whether it is
@@ -124,8 +124,7 @@ def keyed_generator(key: bytes, device: str | torch.device = "cpu") -> torch.Gen
     if state.size != _STATE_BYTES:
         raise RuntimeError(
             f"PyTorch {torch.__version__} keeps its generator in {state.size} bytes, not "
-            f"{_STATE_BYTES}:"
-            " this version of dpcompanion cannot seed it"
+            f"{_STATE_BYTES}: this version of dpcompanion cannot seed it"
         )
     # one word left, seeded, next word 0: as after `manual_seed`
     state[8:24].view("<i4")[:] = 1, 1, 0, 0

@@ -173,7 +173,8 @@ def check_filter(filter: Filter, *, delta: float = 1e-5, steps: int = 60, seed: 
     >>> check_filter(Generous())
     Traceback (most recent call last):
         ...
-    AssertionError: epsilon must be what no run exceeds, but at full norms 60 steps cost 5.57 where 0.1 was promised
+    AssertionError: epsilon must be what no run exceeds, but at full norms 60 steps cost 5.57 where
+    0.1 was promised
     """
     _check_offers(filter, Filter)
     promised = _epsilons(filter, delta)
@@ -199,8 +200,7 @@ def check_filter(filter: Filter, *, delta: float = 1e-5, steps: int = 60, seed: 
             _say(
                 cost <= float(promised[i]) * (1 + _SLACK) + 1e-9,
                 f"epsilon must be what no run exceeds, but at {name} {steps} steps cost {cost:.3g} "
-                "where "
-                f"{float(promised[i]):.3g} was promised",
+                f"where {float(promised[i]):.3g} was promised",
             )
     # Others' norms change nothing for the first person.
     lonely, beside = copy.deepcopy(filter), copy.deepcopy(filter)

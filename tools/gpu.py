@@ -1,10 +1,10 @@
-"""Everything that waits for a GPU, in one command that may be cut off anywhere: tests, benchmarks,
-records.
+"""All that waits for a GPU in one command that may be cut off: tests, benchmarks, records.
 
     python tools/gpu.py                      everything that is not done yet
     python tools/gpu.py --minutes 9          as much of it as fits; the next call goes on
     python tools/gpu.py --list               what there is, and what is done
-    python tools/gpu.py --device cpu --preset quick --out FOLDER idp-sgd/table-13     a rehearsal, without a GPU
+    python tools/gpu.py --device cpu --preset quick --out FOLDER idp-sgd/table-13
+                                             a rehearsal, without a GPU
 
 It needs torch, numpy, scipy, mpmath and this checkout, and no network; pytest for the tests,
 torchvision for ResNet-18. DPCOMPANION_DATA names the folder of the data sets.

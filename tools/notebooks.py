@@ -6,7 +6,7 @@ the page that the book shows.
 
     python tools/notebooks.py execute               every chapter, live
     python tools/notebooks.py execute accounting    this one only
-    python tools/notebooks.py prose accounting      its code is as it was executed: take over its new words
+    python tools/notebooks.py prose accounting      its code is as executed: take over its new words
     python tools/notebooks.py check                 are source and twin one thing?
 
 `execute` runs the source from top to bottom in the kernel of this very Python, and writes a twin

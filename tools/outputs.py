@@ -137,7 +137,8 @@ def same_drawing(new, old, tolerance=0.0):
     """Equal in texts and shapes; all but a hundredth of the shapes stand within a point of where
     they were.
 
-    >>> line = '<svg viewBox="0 0 9 9"><path d="M1 2L3 4" style="stroke: #000000"/><text x="5" y="6">ours</text></svg>'
+    >>> path = '<path d="M1 2L3 4" style="stroke: #000000"/>'
+    >>> line = f'<svg viewBox="0 0 9 9">{path}<text x="5" y="6">ours</text></svg>'
     >>> [
     ...     same_drawing(line.replace(*change), line)
     ...     for change in (("L3 4", "L2 3L3 4.5"), ("ours", "theirs"))

@@ -23,8 +23,8 @@ from scipy import stats
 from dpcompanion.accounting.gaussian import composed_mu, gaussian_delta, gaussian_epsilon
 from dpcompanion.accounting.search import bisect
 
-#: Noise multipliers below which every run is accounted for by this bound, as loss distributions would cost 1 / sigma
-#: (others only where no grid resolves them, see `pld`).
+#: Noise multipliers below which every run is accounted for by this bound, as loss distributions
+#: would cost 1 / sigma (others only where no grid resolves them, see `pld`).
 LITTLE_NOISE = 0.01
 
 _GROUPS = 512  # numbers of draws that are counted one by one, and groups of more

@@ -407,8 +407,7 @@ def entry_of(given: Any, delta: float | None = None) -> LedgerEntry:
     if not isinstance(given, HasLedgerEntry) or isinstance(given, type):
         raise ValueError(
             f"item must be one of {', '.join(ITEMS)}, a ledger, or have a ledger_entry, such as a "
-            "plan, a history, an "
-            f"account or a filter, got {given!r:.80}"
+            f"plan, a history, an account or a filter, got {given!r:.80}"
         )
     return given.ledger_entry(delta=delta)
 

@@ -93,8 +93,8 @@ _MU_NODES = 2000  # epsilons at which mu is looked at
 RELATIONS = ("add-remove", "replace")
 _WHOM = {
     "add-remove": "Neighbours differ by adding or removing one {unit}",
-    "zero-out": "Neighbours differ in one {unit}, whose data are left out of one of them (zero-out; the number of "
-    "{unit}s is public)",
+    "zero-out": "Neighbours differ in one {unit}, whose data are left out of one of them "
+    "(zero-out; the number of {unit}s is public)",
     "replace": "Neighbours differ by one {unit} that replaces another",
 }
 
@@ -470,8 +470,7 @@ class Ledger:
         if self.n is None:
             raise ValueError(
                 "items must include one that distinguishes people, such as an account or a filter, "
-                "for epsilons of "
-                "each; epsilon(delta) is the uniform one"
+                "for epsilons of each; epsilon(delta) is the uniform one"
             )
         columns: dict[Cost, torch.Tensor] = {}
         for entry in self._entries:
@@ -524,7 +523,8 @@ class Ledger:
         Raises:
             ValueError: an epsilon below 0, or not finite, or a run that no grid resolves.
 
-        >>> f"{Ledger([SampledGaussian(0.01, 1.0, 500), SampledGaussian(0.02, 1.2, 500)]).delta(2.0):.2e}"
+        >>> both = Ledger([SampledGaussian(0.01, 1.0, 500), SampledGaussian(0.02, 1.2, 500)])
+        >>> f"{both.delta(2.0):.2e}"
         '8.51e-05'
         """
         epsilon = _checks.number("epsilon", epsilon, 0, math.inf, closed="left")
@@ -672,21 +672,18 @@ class Ledger:
         """What all of it costs together, in words: relation, sampler, accountant, items, epsilon,
         what the grid adds. Items with different relations or units are each named with their own.
 
-        >>> print(
-        ...     Ledger([SampledGaussian(0.01, 1.0, 500)])
-        ...     .add(Laplace(10.0), label="count")
-        ...     .statement()
-        ... )
-        ... # doctest: +NORMALIZE_WHITESPACE
-        Neighbours differ by adding or removing one example; Poisson sampling; accountant pld. Composed: 500 steps at
-        rate 0.01 with noise multiplier 1; Laplace noise of scale 10 (count). Together epsilon 1.369 at delta 1e-05,
-        of which the grid adds at most 7.9e-06.
+        >>> ledger = Ledger([SampledGaussian(0.01, 1.0, 500)]).add(Laplace(10.0), label="count")
+        >>> print(ledger.statement())
+        Neighbours differ by adding or removing one example; Poisson sampling; accountant pld.
+        Composed: 500 steps at rate 0.01 with noise multiplier 1; Laplace noise of scale 10 (count).
+        Together epsilon 1.369 at delta 1e-05, of which the grid adds at most 7.9e-06.
         """
         epsilon, error = self.epsilon(delta), self.error(delta)
         units, relations = self.units, {entry.relation for entry in self._entries}
         whom = _WHOM[self.neighbours].format(unit=units[0] if len(units) == 1 else "unit")
         if len(units) > 1:
-            whom += f", where a unit is {' or '.join(f'one {unit}' for unit in units)}, as each item says"
+            named = " or ".join(f"one {unit}" for unit in units)
+            whom += f", where a unit is {named}, as each item says"
 
         def about(entry):
             named = [f"one {entry.unit}"] if len(units) > 1 else []
@@ -699,8 +696,7 @@ class Ledger:
         items = "; ".join(said(entry, *about(entry)) for entry in self._entries)
         text = (
             f"{whom}; Poisson sampling; accountant pld. Composed: {items or 'nothing'}. Together "
-            "epsilon "
-            f"{_up(epsilon)} at delta {delta:g}"
+            f"epsilon {_up(epsilon)} at delta {delta:g}"
         )
         if error == math.inf:
             text += ", which adds up the items' epsilons: no grid resolves so little noise."
@@ -711,8 +707,7 @@ class Ledger:
             if any(entry.account is not None for entry in self._entries):
                 text += (
                     f" The individual epsilons of {self.n} people describe this run "
-                    "(output-specific): they are no "
-                    "promise, and as private as the people."
+                    "(output-specific): they are no promise, and as private as the people."
                 )
         return text
 

@@ -18,7 +18,7 @@ DIRECTIONS = ("remove", "add")
 
 #: More noise counts as this: it costs no more, and far beyond its losses are no floats.
 LARGEST_NOISE = 1e100
-#: Rates are raised to this, below which floats underflow on the way; nobody's epsilon then is lower.
+#: Rates are raised to this, below which floats underflow on the way; no epsilon is lower then.
 LEAST_RATE = 1e-200
 
 # tilted densities below e^-75 of the peak are cut, and the cut is accounted for

@@ -40,7 +40,7 @@ from dpcompanion.accounting.pld import (
 )
 from dpcompanion.accounting.rdp import log_density_ratio
 
-#: Beyond so many kinds the grid may add `COARSER` times as much to epsilon: a thousand take seconds then.
+#: Beyond so many kinds the grid may add `COARSER` times as much to epsilon: seconds for a thousand.
 FEW_KINDS, COARSER = 32, 20.0
 
 

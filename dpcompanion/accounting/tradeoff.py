@@ -48,8 +48,8 @@ from dpcompanion._types import Numbers
 from dpcompanion.accounting import inclusion_bound, pld
 from dpcompanion.accounting.runs import checked_run
 
-#: By how much of itself the best true positive rate may come out too large: false-positive rates from 1e-15 on,
-#: composed runs.
+#: By how much of itself the best true positive rate may come out too large: false-positive rates
+#: from 1e-15 on, composed runs.
 TOLERANCE = 1e-3
 
 _DELTAS = (1e-2, 1e-5, 1e-8, 1e-11, 1e-14)  # where the composed losses are accurate

@@ -82,8 +82,7 @@ class Accountant(IAccountant):
         if self.trusts_loss:
             said.append(
                 "It takes on trust that the loss of the training loop was made of losses of which "
-                "each depends on one "
-                "example; if one did not, no epsilon holds."
+                "each depends on one example; if one did not, no epsilon holds."
             )
         return " ".join(said)
 
@@ -142,21 +141,18 @@ class Accountant(IAccountant):
         ):
             raise ValueError(
                 "state_dict must come from a run with the same budgets, loader, epochs and "
-                "accountant: "
-                "make the engine private in the same way before loading"
+                "accountant: make the engine private in the same way before loading"
             )
         steps = _checks.whole_number("steps", state["steps"], 0)
         if steps > self.planned:
             raise ValueError(
                 f"state_dict must be of a run of at most the {self.planned} steps that the budgets "
-                "were made for, got "
-                f"one of {steps}"
+                f"were made for, got one of {steps}"
             )
         if steps < self.steps:
             raise ValueError(
                 f"state_dict must not be earlier than this run, which has taken {self.steps} steps "
-                "that "
-                f"stay spent, got one of {steps}"
+                f"that stay spent, got one of {steps}"
             )
         if state.get("origin") != self.origin:
             raise ValueError(

@@ -56,11 +56,11 @@ class Unreduced:
         else:
             losses = own(*args, **kwargs, **({"reduction": "none"} if self._keyword else {}))
         if not torch.is_tensor(losses) or not losses.ndim:
+            found = "one for the whole batch" if torch.is_tensor(losses) else type(losses).__name__
             raise ValueError(
                 "criterion must give one number an example when it is called without reduction, "
-                "(n,), got "
-                f"{'one for the whole batch' if torch.is_tensor(losses) else type(losses).__name__}: give it a "
-                "`reduction`, as torch.nn's losses have, or return the losses unreduced"
+                f"(n,), got {found}: give it a `reduction`, as torch.nn's losses have, or return "
+                "the losses unreduced"
             )
         if losses.ndim == 1:
             return losses
@@ -154,10 +154,8 @@ class LossCompany:
                 self._fixed = None
                 warnings.warn(
                     f"criterion must weigh every batch alike, but {what} has changed since the "
-                    "step before: if it is "
-                    "made of the batch, as weights of the classes in it, one example moves what "
-                    "others contribute and "
-                    "no epsilon holds",
+                    "step before: if it is made of the batch, as weights of the classes in it, one "
+                    "example moves what others contribute and no epsilon holds",
                     RuntimeWarning,
                     stacklevel=5,
                 )
@@ -227,15 +225,13 @@ def note_call(watch, unreduced, args, kwargs, losses, loss_reduction):
     if not places or one is None:
         raise ValueError(
             "criterion must be called with the module's outputs as they are, or views of them with "
-            "the same examples "
-            "along the first axis: what the loop computes from them first belongs into the "
-            "criterion"
+            "the same examples along the first axis: what the loop computes from them first "
+            "belongs into the criterion"
         )
     if batch is not None and len(losses) != len(batch):
         raise ValueError(
             f"a batch must be what the loader handed out last, {len(batch)} examples, but the "
-            "criterion gives "
-            f"{len(losses)} losses: call it with the examples along the first axis"
+            f"criterion gives {len(losses)} losses: call it with the examples along the first axis"
         )
     leaves, spec = tree_flatten((args, kwargs))
     kept = [t.detach() if torch.is_tensor(t) else t for t in leaves]

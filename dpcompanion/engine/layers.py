@@ -284,8 +284,7 @@ def _problem(part, mode):
     ):
         return (
             f"module must have a bias in each LayerNorm in the mode {mode!r}, as Opacus takes it, "
-            f"got none in {{}}; "
-            "use grad_sample_mode='functorch'"
+            f"got none in {{}}; use grad_sample_mode='functorch'"
         )
     if isinstance(part, (nn.Bilinear, nn.EmbeddingBag)) and mode in ("functorch", "ew"):
         return f"module must have no {type(part).__name__} in the mode {mode!r}, got {{}}{other}"
@@ -301,17 +300,18 @@ def _problem(part, mode):
         if mode == "ew" and part.padding_idx is not None:
             return (
                 "padding_idx must be None in an embedding in the mode 'ew', where PyTorch's "
-                "expanded weights give that "
-                f"row a gradient, got {part.padding_idx} in {{}}{other}"
+                f"expanded weights give that row a gradient, got {part.padding_idx} in {{}}{other}"
             )
         if mode in ("ew", "ghost") and part.scale_grad_by_freq:
             return (
                 f"scale_grad_by_freq must be False in an embedding in the mode {mode!r}, which "
-                "would count the words "
-                f"of the whole batch, got True in {{}}{other}"
+                f"would count the words of the whole batch, got True in {{}}{other}"
             )
         if mode in ("functorch", "ghost") and part.sparse:
-            return f"sparse must be False in an embedding in the mode {mode!r}, got True in {{}}{other}"
+            return (
+                f"sparse must be False in an embedding in the mode {mode!r}, "
+                f"got True in {{}}{other}"
+            )
     return None
 
 
@@ -329,11 +329,9 @@ def _check_order(layer, args):
     if not torch.equal(order, torch.arange(len(order), device=order.device)):
         raise ValueError(
             f"packed sequences must be in the order of the batch, in a {type(layer).__name__}, for "
-            "Opacus takes an "
-            "example for another where they are sorted: use "
-            f"dpcompanion.engine.{type(layer).__name__[2:]}, which "
-            "takes them in any order and computes the same from the same state_dict, or pad rows "
-            "without packing them"
+            "Opacus takes an example for another where they are sorted: use "
+            f"dpcompanion.engine.{type(layer).__name__[2:]}, which takes them in any order and "
+            "computes the same from the same state_dict, or pad rows without packing them"
         )
 
 

@@ -231,9 +231,8 @@ class LossWatch:
             if changed or versions and not all(map(torch.equal, _sums(p), self._sums.get(p, []))):
                 raise ValueError(
                     "grad_sample must stay as the backward pass left it, but it was changed before "
-                    "the step: what an "
-                    "example contributes must not depend on others; leave clipping and scaling to "
-                    "the engine"
+                    "the step: what an example contributes must not depend on others; leave "
+                    "clipping and scaling to the engine"
                 )
 
     def passes(self):
@@ -320,9 +319,8 @@ class LossWatch:
             if problem is not None:
                 raise ValueError(
                     "loss must be a mean of losses of which each depends on one example, but the "
-                    "loop backpropagates a "
-                    "number that the module itself puts out for the whole batch (its own loss): "
-                    f"{problem}; take the "
+                    "loop backpropagates a number that the module itself puts out for the whole "
+                    f"batch (its own loss): {problem}; take the "
                     "loss of its outputs instead, or " + self._ways_out()
                 )
         for output in inside:
@@ -380,9 +378,8 @@ class LossWatch:
                     )
         return best or (
             "the gradient that reaches the module's outputs is that of no loss that is known to be "
-            "so (cross entropy, "
-            "binary cross entropy, squared, absolute and Huber errors and others, of the loader's "
-            "batch)"
+            "so (cross entropy, binary cross entropy, squared, absolute and Huber errors and "
+            "others, of the loader's batch)"
         )
 
     def _compare_calls(self, one, n, count):

@@ -89,8 +89,7 @@ class GradientNorms:
             ):
                 raise ValueError(
                     "norms must be given where batches are not pairs of tensors, (inputs, "
-                    "targets), got "
-                    f"{type(batch).__name__}"
+                    f"targets), got {type(batch).__name__}"
                 )
             yield tuple(t.to(device) for t in batch)
 

@@ -65,8 +65,7 @@ class Settings:
         if mode == "ghost":
             raise ValueError(
                 "people must be None in ghost mode, which finds the norm of each row's gradient "
-                "and not that of the "
-                f"sum over a person's rows, got a {type(people).__name__}: use "
+                f"and not that of the sum over a person's rows, got a {type(people).__name__}: use "
                 "grad_sample_mode='hooks'"
             )
         if not self.batch_first:

@@ -62,7 +62,8 @@ class Output:
 
     def __init__(self, tensor):
         self.tensor, self._version = tensor.detach(), tensor._version
-        #: The gradient that the loop's loss sends to it; that which arrives inside of the module, by its own loss too.
+        #: The gradient that the loop's loss sends to it; that which arrives inside of the module,
+        #: by its own loss too.
         self.direct = self.total = None
 
     def axes(self, n):

@@ -86,7 +86,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             super().__init__(accountant="rdp")
         self.secure_mode = bool(secure_mode)
         self.accountant, self._by = Accountant(), accountant
-        #: Whose each item of the data set is (`dpcompanion.training.people.Ownership`); None where each is an example.
+        #: Whose each item of the data set is (`dpcompanion.training.people.Ownership`); None where
+        #: each item is an example.
         self.people: Any = None
 
     @property
@@ -503,8 +504,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         except pickle.UnpicklingError as error:
             raise ValueError(
                 "checkpoint_dict and states must hold numbers, text, tensors, and lists and dicts "
-                "of them, which can "
-                f"be read back without running code, but {error!s:.200}"
+                f"of them, which can be read back without running code, but {error!s:.200}"
             ) from error
         content["data"] = digest(self.dataset, self.people)
         note_origin(path, self.accountant.origin, content["data"])

@@ -91,12 +91,12 @@ class Proof:
             ghost,
             batch_size,
         )
-        #: Whether the batch at hand waits for it; of how many examples the largest was that did not.
+        #: Whether the batch at hand waits for it; how many examples the largest had that did not.
         self.open, self._proved, self.busy = True, 0, False
         self.rows = 0  # of how many examples a pass of the proof is
         self._own_loss, self._trained = own_loss, trainable(self._inner)
         self._state = None  # in which it was proved
-        #: What is known against the number that the module puts out; None where it is one of examples.
+        #: What is known against the number that the module puts out; None where it is examples'.
         self.own_loss_mixes, self._numbers = None, False
         watched.register_forward_pre_hook(self._before, with_kwargs=True)
 
@@ -139,12 +139,10 @@ class Proof:
         except Exception as error:
             raise UnsupportedModuleError(
                 f"module must take {self.rows} example{'s' * (self.rows > 1)} of the batch by "
-                "themselves, forwards and "
-                f"backwards, but in {culprit(error, self._hooks)} there was "
-                f"{type(error).__name__}: {error!s:.300}; "
-                "the cause is unknown: try the module with a batch of that size, without the "
-                "engine, then another "
-                "grad_sample_mode ('hooks' takes most layers)"
+                f"themselves, forwards and backwards, but in {culprit(error, self._hooks)} there "
+                f"was {type(error).__name__}: {error!s:.300}; the cause is unknown: try the module "
+                "with a batch of that size, without the engine, then another grad_sample_mode "
+                "('hooks' takes most layers)"
             ) from error
 
     def _prove_known(self, batch, parameters):
@@ -189,10 +187,8 @@ class Proof:
         if self._unlike:
             raise UnsupportedModuleError(
                 "module must compute each example by itself, but it mixes examples: what it puts "
-                "out for one changes "
-                "with the others by a number that no gradient shows, as when a mean over the batch "
-                "is detached and "
-                "subtracted; leave that out"
+                "out for one changes with the others by a number that no gradient shows, as when a "
+                "mean over the batch is detached and subtracted; leave that out"
             )
         self.open, self._proved = False, batch.n if len(fit) > 1 else self._proved
 
@@ -209,10 +205,9 @@ class Proof:
         if not all(map(alike, before, after)):
             raise UnsupportedModuleError(
                 "module must keep nothing of its examples, but what it puts out for one has "
-                "changed after a pass "
-                "with others, the weights being the same: it remembers earlier batches in an "
-                "attribute or outside "
-                "of itself, which no noise covers; leave that out"
+                "changed after a pass with others, the weights being the same: it remembers "
+                "earlier batches in an attribute or outside of itself, which no noise covers; "
+                "leave that out"
             )
 
     @contextlib.contextmanager
@@ -308,9 +303,8 @@ class Proof:
                 check_types(self._inner, x)
             raise UnsupportedModuleError(
                 "module must take an example by itself, a batch of one, but in "
-                f"{culprit(error, self._hooks)} there "
-                f"was {type(error).__name__}: {error!s:.300}; see that no layer or reshape needs "
-                "more than one example"
+                f"{culprit(error, self._hooks)} there was {type(error).__name__}: {error!s:.300}; "
+                "see that no layer or reshape needs more than one example"
             ) from error
 
     def _compare(self, batch, rows, checked, parameters):
@@ -331,8 +325,7 @@ class Proof:
         if len(outputs) != len(shapes) or len(known) < len(parts):
             raise UnsupportedModuleError(
                 f"module must put out something for each example, but {len(rows)} examples gave "
-                "the shapes "
-                f"{[tuple(out.shape) for out in outputs]} where one has "
+                f"the shapes {[tuple(out.shape) for out in outputs]} where one has "
                 f"{[tuple(shape) for shape in shapes]}"
             )
         own = sum(
@@ -414,13 +407,10 @@ class Proof:
             )
             raise UnsupportedModuleError(
                 "module must have layers that keep the examples on the axis that batch_first says, "
-                "but of "
-                f"{n} examples {self._holder(p)} has gradients of shape {shape}: it may be called "
-                "with other rows "
-                "than the examples, as a table that is looked up once for all of them; give it an "
-                "input for each "
-                "example, freeze it, or use dpcompanion.training.train, whose method 'func' takes "
-                "it"
+                f"but of {n} examples {self._holder(p)} has gradients of shape {shape}: it may be "
+                "called with other rows than the examples, as a table that is looked up once for "
+                "all of them; give it an input for each example, freeze it, or use "
+                "dpcompanion.training.train, whose method 'func' takes it"
             )
         return found
 
@@ -460,9 +450,8 @@ class Proof:
         if differs(again, expected):
             cause = (
                 "its loss changes from one call to the next, with the same input: the module draws "
-                "at random by other "
-                "means than dropout, or keeps something of a pass; draw from nothing, or freeze "
-                "and evaluate that part"
+                "at random by other means than dropout, or keeps something of a pass; draw from "
+                "nothing, or freeze and evaluate that part"
             )
             return UnsupportedModuleError(
                 f"module must compute each example by itself, but {where}: {cause}"
@@ -489,9 +478,8 @@ class Proof:
         if not scalars and differs(together, expected):
             cause = (
                 "by plain autograd too, so the module mixes examples: its outputs for one depend "
-                "on others of the "
-                "batch; look for a mean, a normalisation, a sort or a comparison along the axis of "
-                "the examples"
+                "on others of the batch; look for a mean, a normalisation, a sort or a comparison "
+                "along the axis of the examples"
             )
         elif scalars:
             cause = (
@@ -508,17 +496,15 @@ class Proof:
         elif differs(total, summed):
             cause = (
                 "by plain autograd examples do not mix, but what Opacus finds does not add up to "
-                "autograd's gradient: "
-                "the weight is used outside of its layer's own call, or Opacus's rule for this "
-                "layer does not fit it; "
-                f"use it in its layer only, or grad_sample_mode={other}"
+                "autograd's gradient: the weight is used outside of its layer's own call, or "
+                "Opacus's rule for this layer does not fit it; use it in its layer only, or "
+                f"grad_sample_mode={other}"
             )
         else:
             cause = (
                 "by plain autograd examples do not mix, and the sum over them is right, so that it "
-                "goes to another "
-                "example: rows change their order or number before the layer; keep them as they "
-                "are in the batch"
+                "goes to another example: rows change their order or number before the layer; keep "
+                "them as they are in the batch"
             )
         return UnsupportedModuleError(
             f"module must compute each example by itself, but {where}: {cause}"
@@ -535,11 +521,10 @@ def _gradients_differ(_, truth, wrong):
 
 def missing(found, truth):
     return UnsupportedModuleError(
-        "module must use its weights in its layers only, but of the criterion's loss of an "
-        "example the gradient has "
-        f"norm {found:.6g} by Opacus and {truth:.6g} by autograd; the cause is unknown, often a "
-        "weight that the "
-        "criterion uses itself, as in a penalty; leave it out, or use grad_sample_mode='hooks'"
+        "module must use its weights in its layers only, but of the criterion's loss of an example "
+        f"the gradient has norm {found:.6g} by Opacus and {truth:.6g} by autograd; the cause is "
+        "unknown, often a weight that the criterion uses itself, as in a penalty; leave it out, or "
+        "use grad_sample_mode='hooks'"
     )
 
 

@@ -84,9 +84,8 @@ def scaled(factor, n, mean):
     if _power_of_two(factor) and abs(factor - n) > 1e-2:
         return (
             f"is {factor:g} times what it should be, as by a torch.amp.GradScaler, which Opacus "
-            "does not know: "
-            "gradients would be clipped as if they were so much longer; leave it out (bfloat16 "
-            "needs none)"
+            "does not know: gradients would be clipped as if they were so much longer; leave it "
+            "out (bfloat16 needs none)"
         )
     hint = ""
     if abs(factor / n - 1) < 1e-2 and mean:
@@ -95,8 +94,7 @@ def scaled(factor, n, mean):
         hint = ", as by a mean over the batch; pass loss_reduction='mean', or take the sum"
     return (
         f"is {factor:g} times what it should be in a batch of {n}{hint}: leave it unscaled, and "
-        "divide by nothing "
-        "of the batch"
+        "divide by nothing of the batch"
     )
 
 
@@ -115,14 +113,12 @@ def resemblance(loss, gradient, found, bound, n, mean):
     if loss.tokens:
         return (
             f"it looks like {loss.name} averaged over all tokens of the batch, so that an example "
-            "with many moves the "
-            "weight of the others; average over each example's own tokens first"
+            "with many moves the weight of the others; average over each example's own tokens first"
         )
     if bool((known == 0).any()):
         return (
             f"it looks like {loss.name} that leaves out some examples (ignore_index) and divides "
-            "by the number of the "
-            "others"
+            "by the number of the others"
         )
     groups = (
         []
@@ -134,10 +130,12 @@ def resemblance(loss, gradient, found, bound, n, mean):
     ):
         return (
             f"it looks like {loss.name} with class weights, which divides by the weights of the "
-            "batch, so that one "
-            "example of a rare class moves the weight of all others"
+            "batch, so that one example of a rare class moves the weight of all others"
         )
-    return f"it looks like {loss.name} with another weight for each example, which may depend on the others"
+    return (
+        f"it looks like {loss.name} with another weight for each example, which may depend on the "
+        "others"
+    )
 
 
 class Standard:

@@ -246,8 +246,7 @@ def _affordable(levels, sample_rate, noise_multiplier, steps, block, epsilon, de
             return level, find_steps(**run, target_epsilon=epsilon, target_delta=delta) // block
     raise ValueError(
         f"target_epsilon={epsilon:g} cannot be met at target_delta={delta:g}: not even one block "
-        "of "
-        f"{block} steps at level {levels[0]:g} does"
+        f"of {block} steps at level {levels[0]:g} does"
     )
 
 
@@ -283,8 +282,7 @@ def _largest_budget(
     if budget < min(costs):
         raise ValueError(
             f"target_epsilon={epsilon:g} cannot be met at target_delta={delta:g}: it leaves a "
-            "budget of "
-            f"{budget}, below the least cost, {min(costs)}"
+            f"budget of {budget}, below the least cost, {min(costs)}"
         )
     return budget, reached
 

@@ -301,8 +301,7 @@ class ExactFilter(NormInput):
         if bool(lacking.any()):
             raise ValueError(
                 f"levels must be affordable for every example for {blocks} block(s) (see "
-                "levels_for), but "
-                f"{int(lacking.sum())} cannot afford them"
+                f"levels_for), but {int(lacking.sum())} cannot afford them"
             )
         self._pay(index, blocks)
 

@@ -116,8 +116,7 @@ class RenyiFilter(NormInput):
         if len(served) != len(orders):
             raise ValueError(
                 "orders must be ones at which the divergence is convex in the squared norm, such "
-                "as "
-                f"whole numbers, got {sorted(set(orders.tolist()) - set(served.tolist()))}"
+                f"as whole numbers, got {sorted(set(orders.tolist()) - set(served.tolist()))}"
             )
         self._table = table.to(self.device)
         self._orders, self._budgets = orders.to(self.device), budgets[:, place.to(self.device)]

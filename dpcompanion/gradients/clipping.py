@@ -124,8 +124,8 @@ def _by_func(model, loss, x, y, limit, float64):
 
 _TAKEN_BY_FUNC = (
     "model must be one that torch.func's vmap and grad can take (recurrent layers often are not, "
-    "of which "
-    "opacus.layers has some that are; models of transformers are with attn_implementation='eager')"
+    "of which opacus.layers has some that are; models of transformers are with "
+    "attn_implementation='eager')"
 )
 
 
@@ -136,8 +136,7 @@ def _materialized(method):
     if method == "ghost":
         raise ValueError(
             "method must be 'auto', 'mixed' or 'func' where sums are added up in float64, got "
-            "'ghost', which measures "
-            "gradients that it does not hold"
+            "'ghost', which measures gradients that it does not hold"
         )
     return "materialized" if method == "mixed" else method
 
@@ -308,10 +307,9 @@ def _where(inside, error):
 _ADVICE = "; use method='func'"
 _DATA_DEPENDENT = (
     "what is computed there depends on numbers in its inputs, by .item(), `if` or a mask as an "
-    "index, which vmap "
-    "cannot follow. A model of transformers looks whether a mask (n, T) masks anything: give it "
-    "one of shape "
-    "(n, 1, T, T), 0 where a position counts and torch.finfo(dtype).min where not"
+    "index, which vmap cannot follow. A model of transformers looks whether a mask (n, T) masks "
+    "anything: give it one of shape (n, 1, T, T), 0 where a position counts and "
+    "torch.finfo(dtype).min where not"
 )
 
 

@@ -9,7 +9,8 @@ seen before.
 >>> check_independence(torch.nn.Linear(3, 2), weighted, x, y)
 Traceback (most recent call last):
     ...
-ValueError: model must treat examples one by one, but the loss of an example depends on the rest of the batch: ...
+ValueError: model must treat examples one by one, but the loss of an example depends on the rest
+of the batch: ...
 """
 
 import torch
@@ -93,9 +94,8 @@ def check_company(model, loss, x, y):
         if not alike(first[kept], found[kept]):
             raise ValueError(
                 "model must treat examples one by one, but the loss of an example depends on the "
-                "rest of the batch, or "
-                f"its random numbers do: {first[kept][:4].tolist()} in one batch, "
-                f"{found[kept][:4].tolist()} in another"
+                f"rest of the batch, or its random numbers do: {first[kept][:4].tolist()} in one "
+                f"batch, {found[kept][:4].tolist()} in another"
             )
 
 
@@ -130,10 +130,8 @@ def check_repeats(first, again):
     if not alike(first, again):
         raise ValueError(
             "model must give the same losses for the same examples and draws, but they change from "
-            "pass to pass: "
-            f"{first[:4].tolist()}, then {again[:4].tolist()}; it must keep nothing of the "
-            "examples that it has seen, "
-            "and draw from no generator of its own"
+            f"pass to pass: {first[:4].tolist()}, then {again[:4].tolist()}; it must keep nothing "
+            "of the examples that it has seen, and draw from no generator of its own"
         )
 
 
@@ -234,8 +232,6 @@ def refuse_loss(whole=None, part=None, name="loss"):
     )
     raise ValueError(
         f"{name} must give each example's own, but an example's loss depends on the rest of the "
-        "batch, or on chance"
-        f"{seen}: class weights or a mean over the tokens of a batch do that; use reduction='none' "
-        "and divide by what "
-        "belongs to the example alone"
+        f"batch, or on chance{seen}: class weights or a mean over the tokens of a batch do that; "
+        "use reduction='none' and divide by what belongs to the example alone"
     )

@@ -28,7 +28,8 @@ engine proves what Opacus finds by the same probe, tolerances and weights nearby
 >>> prove(model, clipping.cross_entropy, x, y, half)
 Traceback (most recent call last):
     ...
-dpcompanion.gradients.tensors.UnsupportedModel: the norms of gradients are wrong by up to 50% against plain autograd
+dpcompanion.gradients.tensors.UnsupportedModel: the norms of gradients are wrong by up to 50%
+against plain autograd
 """
 
 import contextlib

@@ -34,8 +34,7 @@ class Recorder:
             if any(isinstance(part, _DropoutNd) and part.p for part in module.modules()):
                 raise UnsupportedModel(
                     f"layer {name or 'model'!r} has parameters of its own around dropout, which "
-                    "would be sampled "
-                    "again; use method='func'"
+                    "would be sampled again; use method='func'"
                 )
             for parameter in own_parameters(module).values():
                 if parameter in seen:

@@ -7,7 +7,8 @@
 >>> check_untouched(model, before)
 Traceback (most recent call last):
     ...
-ValueError: model must keep no statistics of its examples, but training changes buffer '1.running_mean', which no ...
+ValueError: model must keep no statistics of its examples, but training changes buffer
+'1.running_mean', which no ...
 """
 
 import contextlib

@@ -120,10 +120,9 @@ def sample_parameters(
     if (draws := float(rates[least]) * search.steps) < _FEWEST_DRAWS:
         warnings.warn(
             f"with a budget of {float(groups.budgets[least]):g} beside ones of up to "
-            f"{float(groups.budgets[-1]):g} an "
-            f"example has a sample rate of {float(rates[least]):.2g}, and is sampled {draws:.2g} "
-            "times in the run on "
-            "average: the model learns nothing from it",
+            f"{float(groups.budgets[-1]):g} an example has a sample rate of "
+            f"{float(rates[least]):.2g}, and is sampled {draws:.2g} times in the run on average: "
+            "the model learns nothing from it",
             stacklevel=2,
         )
     return SampleParameters(noise, rates[groups.which])
@@ -196,7 +195,7 @@ def combined_parameters(
     mean stays. At its own rate r_p each group has the noise multiplier sigma_p that its budget
     needs, and from these follow the noise and the clip norms as in Scale::
 
-        r_p = (1 - w) q + w q_p,      sigma = 1 / \sum_p (w_p / sigma_p),      c_p = c sigma / sigma_p.
+        r_p = (1 - w) q + w q_p,    sigma = 1 / \sum_p (w_p / sigma_p),    c_p = c sigma / sigma_p.
 
     The paper (appendix D.6) puts the parameters of the two methods together one after the other and
     reports weights without saying how they enter; here every group's own budget holds whatever the
@@ -228,12 +227,10 @@ def combined_parameters(
     ...     sample_weight=0.5,
     ...     accountant="rdp",
     ... )
-    >>> (
-    ...     round(found.noise_multiplier, 3),
-    ...     found.sample_rates.round(decimals=4),
-    ...     found.max_grad_norms.round(decimals=3),
-    ... )
-    (1.207, tensor([0.0083, 0.0117], dtype=torch.float64), tensor([0.9050, 1.0950], dtype=torch.float64))
+    >>> round(found.noise_multiplier, 3), found.sample_rates.round(decimals=4)
+    (1.207, tensor([0.0083, 0.0117], dtype=torch.float64))
+    >>> found.max_grad_norms.round(decimals=3)
+    tensor([0.9050, 1.0950], dtype=torch.float64)
     """
     groups = Groups(target_epsilons, counts)
     search = Search(target_delta, steps, accountant)
@@ -379,8 +376,7 @@ def _refuse_beyond(most, budgets, sample_rate):
     most = math.floor(most * 10 ** (digits := 3 - math.floor(math.log10(most)))) / 10**digits
     raise ValueError(
         f"target_epsilons must not exceed {most:g} here, got {float(budgets[-1]):g}: not even a "
-        "sample "
-        f"rate of 1 would use it up, where the mean rate is to be {sample_rate:g}"
+        f"sample rate of 1 would use it up, where the mean rate is to be {sample_rate:g}"
     )
 
 

@@ -59,7 +59,8 @@ class IndividualAccountant(NormHistory):
     half of the norms).
     """
 
-    #: Of what a ledger is told: "zero-out", which what holds for adding or removing implies, unless a plan says more.
+    #: Of what a ledger is told: "zero-out", which what holds for adding or removing implies, unless
+    #: a plan says more.
     relation, unit = "zero-out", "example"
 
     def __init__(
@@ -295,12 +296,9 @@ class IndividualAccountant(NormHistory):
         if fewest < most and not unequal_steps:
             raise ValueError(
                 f"steps must be as many for each example, got {fewest} to {most}: of norms of "
-                "sampled examples the "
-                "account would count sampling twice, and be too small. Record a norm for each "
-                "example and step, or "
-                "take estimate_from_sampled(delta, steps=...). Examples that could not be sampled "
-                "in the other steps: "
-                f"{allowing}"
+                "sampled examples the account would count sampling twice, and be too small. Record "
+                "a norm for each example and step, or take estimate_from_sampled(delta, "
+                f"steps=...). Examples that could not be sampled in the other steps: {allowing}"
             )
 
     def ledger_entry(
@@ -378,8 +376,7 @@ class IndividualAccountant(NormHistory):
         if steps < self.steps:
             raise ValueError(
                 f"steps must be all steps of the run, at least the {self.steps} in which an "
-                "example was seen, "
-                f"got {steps}"
+                f"example was seen, got {steps}"
             )
         state, seen = self.state_dict(), self._steps.double()
         unseen = seen == 0

@@ -141,9 +141,8 @@ class NormHistory:
     def _check_nothing_refused(self):
         if self._wrong is not None and self._wrong:
             raise ValueError(
-                "norms must lie in [0, inf), steps be whole numbers that add up to at most "
-                f"{MOST} for an example, and examples lie in [0, {self.n}), but some that were "
-                "recorded "
+                f"norms must lie in [0, inf), steps be whole numbers that add up to at most {MOST} "
+                f"for an example, and examples lie in [0, {self.n}), but some that were recorded "
                 "on the device did not"
             )
 

@@ -170,8 +170,7 @@ class DPSGDPlan:
         if self.delta * self.n >= 1:
             warnings.warn(
                 f"delta {self.delta:g} is not below 1/n = {1 / self.n:g}: to publish an example at "
-                "random would be as "
-                "private; take a delta well below 1/n",
+                "random would be as private; take a delta well below 1/n",
                 stacklevel=3,
             )
         given = (
@@ -185,8 +184,8 @@ class DPSGDPlan:
             if given is None:
                 raise ValueError(
                     "expected_batch_size must be given for relation='add-remove', a public "
-                    "constant "
-                    "chosen before the data were seen, got None: the sum of the rates gives n away"
+                    "constant chosen before the data were seen, got None: the sum of the rates "
+                    "gives n away"
                 )
             if isinstance(self.max_grad_norm, torch.Tensor):
                 raise ValueError(
@@ -458,9 +457,8 @@ class DPSGDPlan:
         if self.arithmetic != "real":
             raise ValueError(
                 f"plan must have arithmetic='real', got {self.arithmetic!r}: what floats add is "
-                "not in individual "
-                "accounts; for one of real numbers, dataclasses.replace(plan, arithmetic='real', "
-                "parameters=None)"
+                "not in individual accounts; for one of real numbers, dataclasses.replace(plan, "
+                "arithmetic='real', parameters=None)"
             )
         return {
             name: getattr(self, name)
@@ -543,10 +541,10 @@ class DPSGDPlan:
         ...     delta=1e-5,
         ...     expected_batch_size=600,
         ... )
-        >>> print(plan.statement())  # doctest: +NORMALIZE_WHITESPACE
-        Neighbours differ by one example (add-remove; rate, clip norm, steps and the divisor 600 are constants that do
-        not depend on the data); Poisson sampling at rate 0.01, 500 steps, noise 1 times the clip norm 1, delta 1e-05,
-        accountant pld.
+        >>> print(plan.statement())
+        Neighbours differ by one example (add-remove; rate, clip norm, steps and the divisor 600 are
+        constants that do not depend on the data); Poisson sampling at rate 0.01, 500 steps, noise 1
+        times the clip norm 1, delta 1e-05, accountant pld.
         """
         steps = _checks.whole_number("steps", self.steps if steps is None else steps, 0, self.steps)
         taken = (
@@ -561,15 +559,14 @@ class DPSGDPlan:
         if self.relation == "zero-out":
             whom = (
                 f"Neighbours differ in one {self.unit}, whose gradients are zero in one of them "
-                "(zero-out; the number "
-                f"of {self.unit}s, {self.n}, is public, and so is the divisor "
-                f"{self.expected_batch_size:g})"
+                f"(zero-out; the number of {self.unit}s, {self.n}, is public, and so is the "
+                f"divisor {self.expected_batch_size:g})"
             )
         else:
             whom = (
                 f"Neighbours differ by one {self.unit} (add-remove; rate, clip norm, steps and the "
-                "divisor "
-                f"{self.expected_batch_size:g} are constants that do not depend on the data)"
+                f"divisor {self.expected_batch_size:g} are constants that do not depend on the "
+                "data)"
             )
         mean = "" if isinstance(self.max_grad_norm, float) else "mean "
         counted = (
@@ -580,8 +577,7 @@ class DPSGDPlan:
         return (
             f"{whom}; Poisson sampling at rate {said(self.sample_rate)}, {taken}, noise "
             f"{self.noise_multiplier:g} times the {mean}clip norm {said(self.max_grad_norm)}, "
-            "delta "
-            f"{self.delta:g}, accountant {self.accountant}{counted}."
+            f"delta {self.delta:g}, accountant {self.accountant}{counted}."
         )
 
     def epsilon(

@@ -338,9 +338,10 @@ def _reach(t, scale):
     """Bound on how far scale x + 1/2, with x = -Phi^-1(t), is off when t is the middle of what 63
     bits leave open of T.
 
-    |d x / d T| = 1 / density(x) <= 4.2 + 1 / T; twice that over the rest of T, whose ends may be as far as a factor of
-    two from its middle, and over the rounding of T, t 2^-52, with t (4.2 + 1 / t) <= 3.1; then what the inverse and its
-    multiple are off by, with x^2 <= -2 ln t.  It falls as t grows.
+    |d x / d T| = 1 / density(x) <= 4.2 + 1 / T; twice that over the rest of T, whose ends may be as
+    far as a factor of two from its middle, and over the rounding of T, t 2^-52, with
+    t (4.2 + 1 / t) <= 3.1; then what the inverse and its multiple are off by, with x^2 <= -2 ln t.
+    It falls as t grows.
     """
     size = scale * np.sqrt(-2 * np.log(t))
     return (

@@ -94,8 +94,7 @@ def sgd_sensitivity(
     if bool((beyond := rate > most * (1 + 1e-12)).any()):  # the square of sqrt(2) is not 2
         raise ValueError(
             f"learning_rate must be at most 2 / smoothness = {float(most[beyond][0]):g} for "
-            "theorem 2 "
-            f"to hold, got {float(rate[beyond][0]):g}"
+            f"theorem 2 to hold, got {float(rate[beyond][0]):g}"
             + (
                 ", where no smoothness was given and lipschitz**2 / 4 is taken"
                 if smoothness is None
@@ -404,8 +403,7 @@ def mahalanobis(differences: Array, covariance: Array) -> float | torch.Tensor:
         least = float(torch.linalg.eigvalsh(covariance)[0])
         raise ValueError(
             f"covariance must be positive definite, got a smallest eigenvalue of {least:g}; shrink "
-            "it, or use more "
-            "seeds than parameters"
+            "it, or use more seeds than parameters"
         )
     flat = differences.reshape(-1, differences.shape[-1])
     found = (

@@ -115,15 +115,13 @@ def train_grid(
     if enforce_conditions and not hidden and learning_rate > 4:
         raise ValueError(
             "learning_rate must be at most 2 / beta = 4, or a step of SGD is not 1-expansive and "
-            "theorem 2"
-            f" fails (logistic loss, norms with the bias up to sqrt(2): beta = 1/2), got "
+            "theorem 2 fails (logistic loss, norms with the bias up to sqrt(2): beta = 1/2), got "
             f"{learning_rate:g}"
         )
     if enforce_conditions and not hidden and learning_rate < _LEAST_STEP * batch_size:
         raise ValueError(
             f"learning_rate must be at least {_LEAST_STEP:g} times the batch_size, or the rounding "
-            "of weights counts"
-            f" beside the bound of theorem 2, got {learning_rate:g}"
+            f"of weights counts beside the bound of theorem 2, got {learning_rate:g}"
         )
     if isinstance(initialization, str):
         _checks.one_of("initialization", initialization, ("varying", "fixed"))
@@ -224,8 +222,7 @@ def _check_grid(features, labels, data_sets, seeds, max_norm):
         worst = norms.max().item()
         raise ValueError(
             "features must have row norms of at most 1, or the loss is not sqrt(2)-Lipschitz and "
-            "theorem 2"
-            f" fails, got {worst:g}"
+            f"theorem 2 fails, got {worst:g}"
         )
     data_sets = [_checks.whole_number("data_sets", i, 0, len(features) - 1) for i in data_sets]
     seeds = [_checks.seed("seeds", s) for s in seeds]

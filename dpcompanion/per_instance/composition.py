@@ -278,8 +278,7 @@ def compose_sensitivities(
     if float(orders[0]) > _LARGEST_ORDER:
         raise ValueError(
             f"p must keep every order at or below {_LARGEST_ORDER}, got {p:g}, with which the "
-            "first step "
-            f"has the order {float(orders[0]):.3g}"
+            f"first step has the order {float(orders[0]):.3g}"
         )
     shares, there = (
         to_device(t, device) for t in (torch.exp(i * math.log1p(-1 / p)) / p / (order - 1), orders)

@@ -71,10 +71,8 @@ A run of four steps whose gradient shrinks as the model moves, one parameter, q 
 ...         (a, 4 * (float(log_mass(1.0, order=a, **step)) - math.log1p(-j))) for a, j in proposals
 ...     ],
 ... )
->>> print(
-...     f"about {found.estimate:.1f}, at most {found.upper_bound:.1f}; uniform {found.worst_case:.1f}"
-... )
-about 3.0, at most 3.9; uniform 4.8
+>>> f"about {found.estimate:.1f}, at most {found.upper_bound:.1f}, uniform {found.worst_case:.1f}"
+'about 3.0, at most 3.9, uniform 4.8'
 """
 
 import dataclasses
@@ -202,16 +200,14 @@ def loss_epsilon(
         ValueError: shapes that do not fit, numbers that are not finite, densities below their
         floors.
 
-    >>> losses, masses = (
-    ...     torch.tensor([1.0, 2.0, 3.0, 2.5]),
-    ...     torch.tensor([6.0, 6.5, 6.2, 6.6]),
-    ... )  # tilted at order 5
+    >>> losses = torch.tensor([1.0, 2.0, 3.0, 2.5])
+    >>> masses = torch.tensor([6.0, 6.5, 6.2, 6.6])  # tilted at order 5
     >>> densities = (4 * losses - masses)[:, None]
     >>> found = loss_epsilon(losses, densities, delta=1e-2, worst_case=4.0, floors=[(5, 7.0)])
-    >>> print(
-    ...     f"{found.estimate:.2f} in [{found.low:.2f}, {found.high:.2f}], at most {found.upper_bound:.2f}"
-    ... )
-    1.89 in [1.00, 2.26], at most 2.20
+    >>> f"{found.estimate:.2f} in [{found.low:.2f}, {found.high:.2f}]"
+    '1.89 in [1.00, 2.26]'
+    >>> f"at most {found.upper_bound:.2f}"
+    'at most 2.20'
     """
     delta = _checks.number("delta", delta, 0, 1, closed="neither")
     confidence = _checks.number("confidence", confidence, 0, 1, closed="neither")
@@ -303,8 +299,7 @@ def _checked_floors(floors, losses, densities):
         if most > mass + 1e-6 * (1 + abs(mass)):
             raise ValueError(
                 f"floors must lie below log_densities, but for proposal {row} of order {order:g} a "
-                "run has the "
-                f"mass {most:g}, above {mass:g}"
+                f"run has the mass {most:g}, above {mass:g}"
             )
         floors[row, 1] = max(mass, most)
     return floors

@@ -263,10 +263,10 @@ def exact_composition(
         ValueError: sums that are negative or above the worst case.
 
     >>> found = exact_composition(torch.tensor([1.0, 1.2, 1.1, 0.9]), order=6, worst_case=1.0)
-    >>> print(
-    ...     f"{found.estimate:.3f} in [{found.low:.3f}, {found.high:.3f}], at most {found.upper_bound:.3f}"
-    ... )
-    0.211 in [0.190, 0.231], at most 0.898
+    >>> f"{found.estimate:.3f} in [{found.low:.3f}, {found.high:.3f}]"
+    '0.211 in [0.190, 0.231]'
+    >>> f"at most {found.upper_bound:.3f}"
+    'at most 0.898'
     """
     order = _checks.number("order", order, 1, math.inf, closed="neither")
     _checks.number("confidence", confidence, 0, 1, closed="neither")
@@ -296,8 +296,7 @@ def exact_composition(
         look()
         raise ValueError(
             f"log_masses must not exceed (order - 1) * worst_case, but {float(log_masses.max()):g} "
-            "does, "
-            f"with worst_case {float(worst.min()):g}"
+            f"does, with worst_case {float(worst.min()):g}"
         )
     log_masses = torch.minimum(log_masses, (order - 1) * worst)
     bound = log_mean_bound(log_masses, (order - 1) * worst, confidence=confidence, log_smallest=0.0)

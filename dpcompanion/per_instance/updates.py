@@ -141,9 +141,7 @@ def _tuple_bound(own, cross, inner, order, radius, confidence):
     if float((own[:, None] - 2 * cross + inner.diagonal()).max()) > radius**2 * (1 + 1e-6):
         raise ValueError(
             "max_distance must bound the distance between any two updates, but two of the pools "
-            "are "
-            "further "
-            f"apart than that, {radius:g} times the noise"
+            f"are further apart than that, {radius:g} times the noise"
         )
     count = min(len(own), len(inner) // order)
     trivial = own.new_tensor(order * (order - 1) / 2 * radius**2)

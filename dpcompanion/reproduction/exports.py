@@ -88,8 +88,9 @@ def crate() -> dict[str, Any]:
                 "@id": "./",
                 "@type": "Dataset",
                 "name": "Records of dpcompanion",
-                "description": "What runs at the scale of five papers on individual privacy in DP-SGD left: values, "
-                "configuration, seeds, versions and times, and verdicts on each exhibit.",
+                "description": "What runs at the scale of five papers on individual privacy in "
+                "DP-SGD left: values, configuration, seeds, versions and times, and verdicts on "
+                "each exhibit.",
                 "datePublished": max(record.created for record, _ in files)[:10],
                 "license": {"@id": LICENSE},
                 "about": [{"@id": name} for name in papers],

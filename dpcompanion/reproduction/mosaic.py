@@ -69,7 +69,8 @@ class Mosaic:
             ]
         lines.append('<ul class="mosaic-legend" aria-label="Legend">')
         lines += [
-            f'<li><span class="cell {_class(state)}" aria-hidden="true">{MARKS[state]}</span> {state}: {count}</li>'
+            f'<li><span class="cell {_class(state)}" aria-hidden="true">{MARKS[state]}</span> '
+            f"{state}: {count}</li>"
             for state, count in self._counts()
         ]
         return "\n".join([*lines, "</ul>", "</div>"])

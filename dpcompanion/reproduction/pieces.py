@@ -24,7 +24,8 @@ from dpcompanion.reproduction import workers
 from dpcompanion.reproduction.provenance import software
 from dpcompanion.reproduction.storage import MeanSD, hash_of, plain, read_whole, write_whole
 
-#: What lies in a folder of pieces: states of those that are not whole yet, with a note of each; the pieces; arrays.
+#: What lies in a folder of pieces: the pieces, their arrays, and states of those that are not whole
+#: yet, with a note of each.
 FILES = (
     "*.unfinished",
     "*.begun",

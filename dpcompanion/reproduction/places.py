@@ -102,7 +102,8 @@ def named_in(words: str) -> set[tuple[str, str]]:
     """The exhibits that a heading, or an exhibit's id, speaks of, as (kind, number) pairs.
 
     >>> sorted(named_in("Theorem 2 and claims 1 and 2; Tables I to III of the paper"))
-    [('claim', '1'), ('claim', '2'), ('table', '1'), ('table', '2'), ('table', '3'), ('theorem', '2')]
+    [('claim', '1'), ('claim', '2'), ('table', '1'), ('table', '2'), ('table', '3'),
+    ('theorem', '2')]
     >>> named_in("algorithms-1-2-3") == named_in("Algorithms 1 to 3")
     True
     """

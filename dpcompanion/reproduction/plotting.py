@@ -70,10 +70,11 @@ MARKERS = {"published": "s", "recorded": "D", "live": "o", "opacus": "x", "dp-ac
 LINES = {"worst case": "--", "estimate": ":", "pld": "-", "rdp": "-.", "gaussian": ":"}
 
 FONT = Path(__file__).parent / "fonts" / "IBMPlexSans_400Regular.ttf"
-#: What matplotlib calls it: a name that no font of a machine has, else that one could be found instead.
+#: Its name in matplotlib, which no font of a machine has: that one could be found instead.
 FAMILY = "dpcompanion figures"
 
-#: The type of the output that holds a figure as SVG: the book's pages show it, Jupyter shows the PNG beside it.
+#: The type of the output that holds a figure as SVG: the book's pages show it, Jupyter shows the
+#: PNG beside it.
 DRAWING = "application/vnd.dpcompanion.drawing"
 
 # Letters of 11 points on 4.9 inches: 11 px where a phone shows the figure in 358 px.
@@ -204,13 +205,13 @@ def drawing(fig: Any) -> str:
 
 
 def _grouped(body: str) -> str:
-    """The look of markers said once for all of them, and many dots as one path whose ends are
-    round.
+    """The look of markers said once for all, and many dots as one path whose ends are round.
 
     >>> dot = '<path id="m" d="M0 1C1 0 0 -1 0 1z"/>'
     >>> use = '<use href="#m" x="3" y="4" style="fill: #000000; stroke: #000000"/>'
     >>> print(_grouped(f"{dot}<g>{use}{use}</g>").removeprefix(dot))
-    <g style="fill: #000000; stroke: #000000"><use href="#m" x="3" y="4"/><use href="#m" x="3" y="4"/></g>
+    <g style="fill: #000000; stroke: #000000"><use href="#m" x="3" y="4"/><use href="#m" x="3"
+    y="4"/></g>
     >>> _grouped(f"{dot}<g>{100 * use}</g>").removeprefix(dot)[:80]
     '<g><path style="fill: none; stroke: #000000; stroke-width: 3; stroke-linecap: ro'
     """

@@ -47,13 +47,17 @@ OURS = "ours"
 
 # The words for an outcome, and what each promises.
 VERDICTS = {
-    "matches": "|ours - paper| is at most 2 sqrt(sd_ours^2 + sd_paper^2) plus the rounding of the print",
-    "close": "within 10%, within 1 point of accuracy, or within the tolerance that its exhibit states",
+    "matches": "|ours - paper| is at most 2 sqrt(sd_ours^2 + sd_paper^2) plus the rounding of the "
+    "print",
+    "close": "within 10%, within 1 point of accuracy, or within the tolerance that its exhibit "
+    "states",
     "differs": "further away than that",
-    "holds": "a qualitative finding: its 95% interval lies on the criterion's side, or the criterion is not random",
+    "holds": "a qualitative finding: its 95% interval lies on the criterion's side, or the "
+    "criterion is not random",
     "fails": "the interval lies on the other side",
     "undecided": "it lies on both sides, or one run cannot decide",
-    "stand-in": "a number of another network than the paper's, which is set beside the print and not held against it",
+    "stand-in": "a number of another network than the paper's, which is set beside the print and "
+    "not held against it",
     "not run": "with what it would need",
     "wrong in the paper": "with the proof",
 }

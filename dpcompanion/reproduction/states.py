@@ -21,14 +21,16 @@ from dpcompanion.reproduction import experiments, published, records
 from dpcompanion.reproduction.comparison import Comparison, compare
 
 STATES = {
-    "reproduced": "recomputed at the paper's scale, some with fewer seeds; every number matches or is close, every"
-    " claim of the paper holds",
+    "reproduced": "recomputed at the paper's scale, some with fewer seeds; every number matches or"
+    " is close, every claim of the paper holds",
     "in part": "some do; or on some of its data and networks, or stand-ins for them",
-    "undecided": "none does so far: the runs are too few, or a chapter's quick run alone, or those that disagree are"
-    " stand-ins or of a part of the training, or have settings that are not printed",
+    "undecided": "none does so far: the runs are too few, or a chapter's quick run alone, or those"
+    " that disagree are stand-ins or of a part of the training, or have settings that are not"
+    " printed",
     "contradicted": "recomputed, something disagrees, and nothing agrees",
     "wrong in the paper": "something that it prints is proved wrong; the rest is counted beside it",
-    "vacuous": "its statement, as printed, holds whatever the numbers in it are, and so says nothing; nothing is wrong",
+    "vacuous": "its statement, as printed, holds whatever the numbers in it are, and so says"
+    " nothing; nothing is wrong",
     "out of reach": "undecided, and needs data, weights or days of a GPU that cannot be had here",
     "not run": "with what it would need",
 }

@@ -185,8 +185,7 @@ class History:
         if self.steps < plan.steps:
             said.append(
                 "If what ended the run looked at the model, the epsilon of all planned steps "
-                "holds, "
-                f"{rounded_up(plan.epsilon())}."
+                f"holds, {rounded_up(plan.epsilon())}."
             )
         if filter is not None:
             promised = rounded_up(self.promised())

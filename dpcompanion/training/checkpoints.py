@@ -72,8 +72,7 @@ class Checkpoint:
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise ValueError(
                     f"stateful must hold objects with state_dict and load_state_dict, but {name!r} "
-                    "is a "
-                    f"{type(item).__name__}"
+                    f"is a {type(item).__name__}"
                 )
 
     def due(self, step: int, steps: int, steps_per_epoch: int) -> bool:
@@ -156,9 +155,10 @@ def read_checkpoint(path, keys):
         or content.keys() != set(keys)
         or not isinstance(content["identity"], dict)
     ):
+        held = ", ".join(map(str, content)) if isinstance(content, dict) else type(content).__name__
         raise ValueError(
-            f"checkpoint must be one of such a run, with {', '.join(keys)}, but {name!r} holds "
-            f"{', '.join(map(str, content)) if isinstance(content, dict) else type(content).__name__}"
+            f"checkpoint must be one of such a run, with {', '.join(keys)}, "
+            f"but {name!r} holds {held}"
         )
     return content
 
@@ -196,10 +196,8 @@ def note_seeds(checkpoint, runs):
     if again:
         warnings.warn(
             f"seed {', '.join(again[:5])}{' and more' * (len(again) > 5)} has been used on other "
-            "data with a "
-            f"checkpoint in {os.fspath(path.parent)!r}: both runs have the same noise, which "
-            "cancels in the "
-            "difference of the models; publish neither, or leave the seed out",
+            f"data with a checkpoint in {os.fspath(path.parent)!r}: both runs have the same noise, "
+            "which cancels in the difference of the models; publish neither, or leave the seed out",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -232,8 +230,7 @@ def read_keys(path, streams):
     except FileNotFoundError:
         warnings.warn(
             f"{path!r} is gone, so that the run goes on with new random numbers: as private as it "
-            "was, but "
-            "not the run that it would have been",
+            "was, but not the run that it would have been",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -241,6 +238,5 @@ def read_keys(path, streams):
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"checkpoint must have its keys in {path!r} as they were written, but that file is "
-            "damaged "
-            f"({error}); remove it to go on with new random numbers"
+            f"damaged ({error}); remove it to go on with new random numbers"
         ) from None

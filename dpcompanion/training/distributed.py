@@ -174,8 +174,7 @@ class _Several(Ranks):
         if torch.device(device).type != "cpu":
             raise ValueError(
                 f"generator_device must be 'cpu' on {self.size} ranks, got {str(device)!r}: what a "
-                "GPU draws depends "
-                "on its make, and all ranks must make the same draws"
+                "GPU draws depends on its make, and all ranks must make the same draws"
             )
 
     def _call(self, collective, *arguments, **options):
@@ -241,8 +240,7 @@ def joined(*, lasting: bool = False) -> Iterator[Ranks]:
     if processes > 1 and not dist.is_initialized():
         raise ValueError(
             f"torch.distributed must be initialised in each of the {processes} processes that "
-            "torchrun started, which "
-            "would each train and release a model of its own: call "
+            "torchrun started, which would each train and release a model of its own: call "
             "torch.distributed.init_process_group() first"
         )
     ranks = _Several() if processes > 1 else _ALONE
@@ -263,8 +261,7 @@ def check_one_process(what: str, instead: str) -> None:
     if (processes := _processes()) > 1:
         raise ValueError(
             f"{what} must run in one process, got {processes} of torch.distributed, each of which "
-            "would train and "
-            f"release a model of its own: {instead}"
+            f"would train and release a model of its own: {instead}"
         )
 
 

@@ -308,8 +308,7 @@ class TrainingLoop:
         if self.float64 and (self.seed is not None or self.numbers != plan.parameters):
             raise ValueError(
                 "plan with arithmetic='float' must have as many parameters as the model, "
-                f"{self.numbers}, "
-                f"and takes no seed, got {plan.parameters} and seed {self.seed}"
+                f"{self.numbers}, and takes no seed, got {plan.parameters} and seed {self.seed}"
             )
         self.network, self.loss = self.examples.seen(model, loss)
         self.called = {
@@ -394,9 +393,8 @@ class TrainingLoop:
             if any(id(p) in own for group in other.param_groups for p in group["params"]):
                 warnings.warn(
                     f"parameters of a private run are trained by a {type(other).__name__} beside "
-                    "the run's optimizer, "
-                    "without clipping and noise: no epsilon covers what it learns from private "
-                    "data",
+                    "the run's optimizer, without clipping and noise: no epsilon covers what it "
+                    "learns from private data",
                     RuntimeWarning,
                     stacklevel=3,
                 )
@@ -575,8 +573,7 @@ class TrainingLoop:
         if count and not history.dropped:
             warnings.warn(
                 f"{count} per-example gradients so far were not finite and contributed nothing; "
-                "the run's history "
-                "counts them in `dropped`",
+                "the run's history counts them in `dropped`",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -679,8 +676,7 @@ class TrainingLoop:
             ]
             raise ValueError(
                 "checkpoint must come from a run of the same plan, seed, data, architecture and "
-                "optimizer,"
-                f" but {os.fspath(path)!r} differs: {'; '.join(differ)}"
+                f"optimizer, but {os.fspath(path)!r} differs: {'; '.join(differ)}"
             )
         if set(content["stateful"]) != set(self.stateful):
             raise ValueError(

@@ -501,7 +501,6 @@ def per_person(values: Array, owners: torch.Tensor, persons: Any) -> torch.Tenso
         who = int(bad.nonzero()[0])
         raise ValueError(
             f"values must be one number a person, but {str(persons[who])!r} has {low[who]:g} to "
-            f"{high[who]:g} in "
-            "their rows"
+            f"{high[who]:g} in their rows"
         )
     return low

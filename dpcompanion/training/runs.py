@@ -83,8 +83,7 @@ class Ensemble:
         if not isinstance(data, (tuple, list)) or len(data) != 2:
             raise ValueError(
                 "data must be two tensors (x, y), which runs side by side share (train takes data "
-                "sets too), "
-                f"got a {type(data).__name__}"
+                f"sets too), got a {type(data).__name__}"
             )
         x, y = data
         checks.check_data(x, y, n)
@@ -442,8 +441,7 @@ class Ensemble:
         if states.state_of(module, parameters=False) != state:
             raise ValueError(
                 "model must stay in the state in which the runs began, since that was proved to "
-                "treat examples one by "
-                "one, but a mode, a flag or a hook of a layer has changed"
+                "treat examples one by one, but a mode, a flag or a hook of a layer has changed"
             )
         for b, value in buffers:
             self._later |= ~traces.equal(b, value)
@@ -609,8 +607,7 @@ class Ensemble:
         if content["identity"] != self._identity():
             raise ValueError(
                 "checkpoint must come from runs of the same plans, seeds, data, architecture and "
-                "learning "
-                f"rates, but {os.fspath(path)!r} holds another ensemble"
+                f"learning rates, but {os.fspath(path)!r} holds another ensemble"
             )
         if set(content["stateful"]) != set(stateful):
             raise ValueError(

@@ -14,8 +14,8 @@ Two ways to clip, two kinds of account::
 
     clipping        a gradient is clipped to    the account is
     "individual"    Z_i as charged              exact: what is charged is enforced (`epsilon`)
-    "maximum"       C, as in plain DP-SGD       an ESTIMATE: the norm may have grown since the last pass
-                                                (`estimated_epsilon`; `epsilon` refuses)
+    "maximum"       C, as in plain DP-SGD       an ESTIMATE: the norm may have grown since the last
+                                                pass (`estimated_epsilon`; `epsilon` refuses)
 
 The noise stays sigma C. An exact account is one along the realised trajectory: Z is a function of
 the model, which is public, and of the example. It is so only without running estimates. Those
@@ -148,7 +148,8 @@ class NormTracker(OwnLoop):
         self.budget = budget
         #: Steps begun.
         self.steps = 0
-        #: Norms that are charged at the next step, at most C, (n,) float64; running estimates change them in place.
+        #: Norms that are charged at the next step, at most C, (n,) float64; running estimates
+        #: change them in place.
         self.norms = torch.full(
             (accountant.n,), accountant.max_grad_norm, dtype=torch.float64, device=accountant.device
         )
@@ -278,8 +279,7 @@ class NormTracker(OwnLoop):
         if not self.exact:
             raise ValueError(
                 "epsilon needs clipping='individual' and running=False; this account is an "
-                "estimate, "
-                "see estimated_epsilon"
+                "estimate, see estimated_epsilon"
             )
         self._check_stepped()
         return self.accountant.epsilon(delta)
@@ -316,8 +316,7 @@ class NormTracker(OwnLoop):
         if not self.steps:
             raise ValueError(
                 "tracker must have followed a run to give epsilon, but no step was begun; hand it "
-                "to "
-                "train(..., trackers=[tracker]), or see NormTracker.step"
+                "to train(..., trackers=[tracker]), or see NormTracker.step"
             )
         if self.exact and self._begun is not False:
             raise ValueError(
@@ -484,8 +483,7 @@ class NormTracker(OwnLoop):
         if norms.shape != self.norms.shape or norms.dtype != self.norms.dtype:
             raise ValueError(
                 f"state must hold norms of shape {tuple(self.norms.shape)} and {self.norms.dtype}, "
-                "got "
-                f"{tuple(norms.shape)} and {norms.dtype}"
+                f"got {tuple(norms.shape)} and {norms.dtype}"
             )
         steps, passes = (
             _checks.whole_number(name, _checks.entry(state, name), 0) for name in ("step", "passes")
@@ -538,8 +536,7 @@ def tracker_of(
     elif filter is not None and (not track.exact):
         raise ValueError(
             "track must have clipping='individual' and running=False beside a filter, which must "
-            "know what is charged, "
-            f"got clipping={track.clipping!r} and running={track.running!r}"
+            f"know what is charged, got clipping={track.clipping!r} and running={track.running!r}"
         )
     return NormTracker.for_plan(
         plan, model, loss, data, budget=filter, performance=performance, **vars(track)

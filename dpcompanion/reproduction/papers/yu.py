@@ -244,7 +244,8 @@ def against_uniform(epsilons, limit):
     """
     above = [str(name) for name, epsilon in epsilons.items() if epsilon > limit]
     which = f" ({', '.join(above)})" if above else ""
-    return f"uniform epsilon {limit:.2f} by PLD; above it: {len(above) or 'none'} of {len(epsilons)}{which}"
+    count = f"{len(above) or 'none'} of {len(epsilons)}"
+    return f"uniform epsilon {limit:.2f} by PLD; above it: {count}{which}"
 
 
 def falls(shares):

@@ -298,8 +298,7 @@ def figure_6(config, run):
 
 GROUPS = (
     "classes: loss and mean epsilon have a rank correlation of 0.5 or more, and the class of the "
-    "highest loss "
-    "has a higher mean than that of the lowest"
+    "highest loss has a higher mean than that of the lowest"
 )
 
 
