@@ -153,10 +153,8 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
             "epochs": self.epochs,
         }
         run |= {"max_grad_norm": self.max_grad_norm, "method": self.method, "unit": self.unit}
-        plan, model = (
-            DPSGDPlan.for_epsilons(budgets, n=n, **run),
-            torch.nn.Linear(x.shape[1], len(self.classes_)),
-        )
+        plan = DPSGDPlan.for_epsilons(budgets, n=n, **run)
+        model = torch.nn.Linear(x.shape[1], len(self.classes_))
         for parameter in model.parameters():
             torch.nn.init.zeros_(parameter)
         optimizer = torch.optim.SGD(model.parameters(), lr=self.learning_rate)

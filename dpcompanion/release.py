@@ -142,6 +142,8 @@ def private_quantiles(
     Neighbouring relation: one value added or removed, n public; or one replaced, see
     `replacement_factor`.
 
+    Many arguments, since quantiles, privacy and randomness are all chosen by keyword.
+
     Args:
         values: (n,), each from 0 to `upper`; what lies outside is moved to the nearest end, and NaN
         to 0.

@@ -39,6 +39,8 @@ def audit_training(
     with what came beyond that mean. In a second attack it solves for all coins together, by ridge
     regression on the same, which takes the canaries out of each other's way.
 
+    Many arguments, since a run, its canaries and the bounds have options of their own.
+
     Args:
         model: a module that treats examples one by one; it is trained, with about half of the
         canaries.

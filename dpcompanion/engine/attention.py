@@ -69,6 +69,7 @@ class MultiheadAttention(nn.Module):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ):
+        """Many arguments, since they are those of `torch.nn.MultiheadAttention`."""
         super().__init__()
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise ValueError(

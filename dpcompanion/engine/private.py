@@ -38,6 +38,34 @@ MODES = ("hooks", "functorch", "ew", "ghost")
 CLIPPINGS = ("flat", "per_layer")
 
 
+def _check_method(method, sample_weight, noise_range):
+    """A method that there is, and what is given to this one only."""
+    _checks.one_of("method", method, METHODS)
+    if (sample_weight is not None) != (method == "combined"):
+        raise ValueError(
+            f"sample_weight must be given with the method 'combined' and only then, got "
+            f"{sample_weight!r} with {method!r}"
+        )
+    if noise_range is not None and method != "sample":
+        raise ValueError(
+            f"noise_range must be None with the method {method!r}, got {noise_range!r}: it is "
+            "for 'sample'"
+        )
+
+
+def _check_filter(filter, units):
+    """A filter of the data set's examples, or persons, and of the run's rate."""
+    if filter.n != units.n:
+        raise ValueError(
+            f"filter must be one of the data set's {units.n} {units.unit}s, got one of {filter.n}"
+        )
+    if not math.isclose(filter.sample_rate * units.steps_per_epoch, 1, rel_tol=1e-9):
+        raise ValueError(
+            f"filter must have the run's sample_rate, 1 / {units.steps_per_epoch}, got "
+            f"{filter.sample_rate:g}"
+        )
+
+
 class IndividualizedPrivacyEngine(PrivacyEngine):
     """See the module's text.
 
@@ -55,8 +83,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
     float64, say what each example gets; the last is the noise over its own clip norm.
 
     >>> import warnings
-    ...
-    ... warnings.simplefilter("ignore")
+    >>> warnings.simplefilter("ignore")
     >>> model = torch.nn.Linear(5, 2)
     >>> data = torch.utils.data.TensorDataset(torch.randn(100, 5), torch.randint(2, (100,)))
     >>> engine = IndividualizedPrivacyEngine()
@@ -128,6 +155,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
     ) -> Any:
         """Model, optimizer and loader (with a criterion, and in ghost mode, that before the loader)
         that spend each budget in `epochs`.
+
+        Many arguments, since those of Opacus's engine come first, and budgets need their own.
 
         Args:
             module: the model, which must treat examples one by one.
@@ -206,30 +235,17 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             ValueError: at the step, for a loss that mixes examples, as with class weights, or that
                 is not known to be a mean (or sum) of one number an example.
         """
-        _checks.one_of("method", method, METHODS)
+        _check_method(method, sample_weight, noise_range)
         _checks.one_of("clipping", clipping, CLIPPINGS)
         if grad_sample_mode == "ghost" and clipping == "per_layer":
             raise ValueError(
                 "clipping must be 'flat' in ghost mode, which knows no norms of layers, got "
                 "'per_layer'"
             )
-        if (sample_weight is not None) != (method == "combined"):
-            raise ValueError(
-                f"sample_weight must be given with the method 'combined' and only then, got "
-                f"{sample_weight!r} with {method!r}"
-            )
-        if noise_range is not None and method != "sample":
-            raise ValueError(
-                f"noise_range must be None with the method {method!r}, got {noise_range!r}: it is "
-                "for 'sample'"
-            )
         settings = Settings(**options)
         units = self._check(module, optimizer, data_loader, grad_sample_mode, settings)
-        n, length, epochs = (
-            units.n,
-            units.steps_per_epoch,
-            _checks.whole_number("epochs", epochs, 1),
-        )
+        n, length = units.n, units.steps_per_epoch
+        epochs = _checks.whole_number("epochs", epochs, 1)
         budgets = budgets_for(target_epsilons, n)
         max_grad_norm, shares = clip_norms_of(max_grad_norm, clipping, module)
         streams, origin = sources(
@@ -307,6 +323,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         left. Rate, noise, clip norm and budgets are those of the filter, and so are the epsilons
         that the engine states: the promise, which holds from the start. `filter.spent` is what was
         spent.
+
+        Many arguments, since those of Opacus's engine come first, and filters need their own.
 
         Args:
             module: the model, which must treat examples one by one.
@@ -386,14 +404,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         n, length = units.n, units.steps_per_epoch
         epochs = _checks.whole_number("epochs", epochs, 1)
         updates = _checks.number("updates_per_epoch", updates_per_epoch, 0, closed="neither")
-        if filter.n != n:
-            raise ValueError(
-                f"filter must be one of the data set's {n} {units.unit}s, got one of {filter.n}"
-            )
-        if not math.isclose(filter.sample_rate * length, 1, rel_tol=1e-9):
-            raise ValueError(
-                f"filter must have the run's sample_rate, 1 / {length}, got {filter.sample_rate:g}"
-            )
+        _check_filter(filter, units)
         streams, origin = sources(
             data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode
         )

@@ -307,16 +307,9 @@ class Proof:
                 "see that no layer or reshape needs more than one example"
             ) from error
 
-    def _compare(self, batch, rows, checked, parameters):
-        """Of the rows together, those that are checked must have the gradients that they have
-        alone.
-        """
-        # Before the pass that Opacus watches: between that and its backward pass nothing may
-        # overwrite its notes.
-        _, shapes, _ = self._alone(batch, checked[0], parameters)
-        self._clear()
+    def _parts(self, batch, rows, shapes):
+        """What the module puts out for the rows together, example by example where it is theirs."""
         args, kwargs = batch.take(rows)
-        self.rows = len(rows)
         outputs = self._outputs(self._watched(*args, **kwargs))
         parts = [
             parts_of(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))
@@ -328,6 +321,18 @@ class Proof:
                 f"the shapes {[tuple(out.shape) for out in outputs]} where one has "
                 f"{[tuple(shape) for shape in shapes]}"
             )
+        return known
+
+    def _compare(self, batch, rows, checked, parameters):
+        """Of the rows together, those that are checked must have the gradients that they have
+        alone.
+        """
+        # Before the pass that Opacus watches: between that and its backward pass nothing may
+        # overwrite its notes.
+        _, shapes, _ = self._alone(batch, checked[0], parameters)
+        self._clear()
+        self.rows = len(rows)
+        known = self._parts(batch, rows, shapes)
         own = sum(
             (part for part in known if part.ndim), torch.zeros(len(rows), device=known[0].device)
         )
@@ -352,10 +357,8 @@ class Proof:
                 off = misfit(errors, lengths, typical, tolerance)
                 if off and (found.norm().isfinite() or lengths.norm().isfinite()):
                     p, wrong = off.parameter, float(errors[off.parameter])
-                    said, bound = (
-                        say(float(found[p]), float(lengths[p]), wrong),
-                        min(wrong / 3, off.bound),
-                    )
+                    said = say(float(found[p]), float(lengths[p]), wrong)
+                    bound = min(wrong / 3, off.bound)
                     total = None if total is None else total[p].sum(0)
                     raise self._mismatch(
                         batch, rows, row, parameters[p], expected[p], bound, said, total
@@ -421,6 +424,31 @@ class Proof:
         kind = type(self._inner.get_submodule(layer)).__name__
         return f"{own!r} of {f'layer {layer!r}' if layer else 'the module itself'} ({kind})"
 
+    def _by_autograd(self, batch, rows, row, p, shapes):
+        """The gradients of p by plain autograd: of the example in `row`, and of all rows; and
+        whether the module puts out numbers for the whole batch.
+        """
+        args, kwargs = batch.take(rows)
+        with self._plain():
+            outputs = self._outputs(self._inner(*args, **kwargs))
+            parts = [
+                parts_of(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))
+            ]
+            scalars = [part for part in parts if part is not None and not part.ndim]
+            own = [part[rows.index(row)] for part in parts if part is not None and part.ndim]
+            whole = [part.sum() for part in parts if part is not None]
+            one, summed = (
+                torch.autograd.grad(
+                    added_up(values),
+                    p,
+                    retain_graph=True,
+                    allow_unused=True,
+                    materialize_grads=True,
+                )[0]
+                for values in (own or scalars, whole)
+            )
+        return one, summed, bool(scalars)
+
     def _mismatch(self, batch, rows, row, p, expected, bound, said, total):
         """The error for an example's gradient that differs in the company of others, with its cause
         if that is known.
@@ -456,25 +484,7 @@ class Proof:
             return UnsupportedModuleError(
                 f"module must compute each example by itself, but {where}: {cause}"
             )
-        args, kwargs = batch.take(rows)
-        with self._plain():
-            outputs = self._outputs(self._inner(*args, **kwargs))
-            parts = [
-                parts_of(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))
-            ]
-            scalars = [part for part in parts if part is not None and not part.ndim]
-            own = [part[rows.index(row)] for part in parts if part is not None and part.ndim]
-            whole = [part.sum() for part in parts if part is not None]
-            together, summed = (
-                torch.autograd.grad(
-                    added_up(values),
-                    p,
-                    retain_graph=True,
-                    allow_unused=True,
-                    materialize_grads=True,
-                )[0]
-                for values in (own or scalars, whole)
-            )
+        together, summed, scalars = self._by_autograd(batch, rows, row, p, shapes)
         if not scalars and differs(together, expected):
             cause = (
                 "by plain autograd too, so the module mixes examples: its outputs for one depend "

@@ -51,6 +51,7 @@ class _Recurrent(nn.Module):
         dtype: torch.dtype | None = None,
         **options: Any,
     ):
+        """Many arguments, since they are those of `torch.nn.RNNBase`."""
         super().__init__()
         if options.pop("proj_size", 0):
             raise ValueError("proj_size must be 0, for projections of states are not supported")

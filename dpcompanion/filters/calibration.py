@@ -143,6 +143,8 @@ def calibrate_filter(
     Neighbouring relation: add or remove one example. Sampler: Poisson. What took long is kept in
     the data folder (`dpcompanion.filters.cache`): the same question is answered at once.
 
+    Many arguments, since a run, its levels and its target are described by numbers.
+
     Args:
         target_epsilon: above 0.
         target_delta: in (0, 1).
@@ -254,6 +256,10 @@ def _affordable(levels, sample_rate, noise_multiplier, steps, block, epsilon, de
 def _largest_budget(
     epsilon, delta, sample_rate, noise_multiplier, levels, costs, steps, block, progress
 ):
+    """The largest budget that keeps the promise, and the delta that it reaches.
+
+    Many arguments, since all of the question is the key of the cache.
+    """
     level, count = _affordable(levels, sample_rate, noise_multiplier, steps, block, epsilon, delta)
     # With more the constant strategy at that level would break the promise, or no example could
     # spend it.
@@ -325,6 +331,8 @@ def _delta(
 ):
     """`adaptive_delta` where it is at most the target; else that of one direction, which is above
     the target, too.
+
+    Many arguments, since all of the question is the key of the cache.
     """
     pairs, delta = (
         [SampledGaussian(sample_rate, noise_multiplier / level, block) for level in levels],

@@ -104,6 +104,8 @@ def worst_case(
     r"""The worst delta of any adaptive sequence of these mechanisms within a budget: an upper
     bound, tight up to its grid.
 
+    Many arguments, since the grid and what is kept of it may be chosen, too.
+
     Args:
         pairs: K objects of `dpcompanion.filters.pairs`, which may be of different kinds.
         costs: (K,) whole numbers, at least 1.
@@ -133,23 +135,18 @@ def worst_case(
     times = [budget // cost for cost in costs]
     references = [pair.reference(direction, count, epsilon) for pair, count in zip(pairs, times)]
     tilt, log_delta = max(references, key=lambda reference: reference[1])
-    if (
-        budget * max(pair.largest_loss(direction) / cost for pair, cost in zip(pairs, costs))
-        <= epsilon
-    ):
+    largest = max(pair.largest_loss(direction) / cost for pair, cost in zip(pairs, costs))
+    if budget * largest <= epsilon:
         return Game(direction, epsilon, np.zeros(budget + 1), 0.0, 0.0)
     log_capped = [_LOG_CAPPED + max(log_delta, _LEAST) - math.log(count) for count in times]
+
+    def growth(tilt):
+        parts = zip(pairs, costs, log_capped)
+        return max(pair.log_mass(direction, tilt, log) / cost for pair, cost, log in parts)
+
     # A tilt that goes for deltas far below what floats hold, or that the moments do not allow, is
     # too large.
-    while (
-        tilt > 1e-3
-        and not budget
-        * max(
-            pair.log_mass(direction, tilt, log) / cost
-            for pair, cost, log in zip(pairs, costs, log_capped)
-        )
-        <= _LARGEST_MASS
-    ):
+    while tilt > 1e-3 and not budget * growth(tilt) <= _LARGEST_MASS:
         tilt *= 0.7
     if interval is None:
         interval = _interval(times, tilt, epsilon)
@@ -162,26 +159,16 @@ def worst_case(
             tilt *= 0.7
             continue
         low, high = _ends(laws, times, interval, epsilon)
-        if (
-            tilt > 1e-3
-            and tilt * max(high * interval - epsilon, epsilon - low * interval) > 2 * _LARGEST_MASS
-        ):
+        farthest = max(high * interval - epsilon, epsilon - low * interval)
+        if tilt > 1e-3 and tilt * farthest > 2 * _LARGEST_MASS:
             tilt *= 0.7
             continue
         work = budget * len(pairs) * (high - low + 1)
         if work <= _MOST_WORK and high - low < _LARGEST_GRID:
             break
         interval *= 1.25 * max(1.0, min(work / _MOST_WORK, 4.0))
-    table, kept = _play(
-        laws,
-        costs,
-        budget,
-        epsilon,
-        _Grid(tilt, interval, low, high),
-        stop_above,
-        choices,
-        progress,
-    )
+    grid = _Grid(tilt, interval, low, high)
+    table, kept = _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress)
     rise = max(
         count * max(math.log(law.masses.sum()) - law.log_mass, 0.0)
         for law, count in zip(laws, times)
@@ -274,10 +261,10 @@ class _Grid(NamedTuple):
     high: int
 
 
-def _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress):
-    """The table of V(b, 0), from above, and the maximising choices."""
-    tilt, interval, low, high = grid
-    size = high - low + 1
+def _spectra(laws, size):
+    """How far the laws reach to the left and to the right, how many points a transform of so many
+    values has, and the transforms of the laws, conjugated.
+    """
     left = max(0, -min(law.first for law in laws))
     right = max(0, max(law.first + len(law.masses) - 1 for law in laws))
     points = cast(int, next_fast_len(max(size + left + right, 16), real=True))
@@ -285,6 +272,14 @@ def _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress):
     for kernel, law in zip(kernels, laws):
         np.add.at(kernel, (law.first + np.arange(len(law.masses))) % points, law.masses)
     spectra = np.conj(cast(np.ndarray, rfft(kernels, axis=1)))
+    return left, right, points, spectra
+
+
+def _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress):
+    """The table of V(b, 0), from above, and the maximising choices."""
+    tilt, interval, low, high = grid
+    size = high - low + 1
+    left, right, points, spectra = _spectra(laws, size)
     # Three transforms, each with a relative error below 7 log2(points) units (Higham 2002, theorem
     # 24.2), doubled.
     rounding = [
@@ -300,14 +295,11 @@ def _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress):
     losses = (low + np.arange(size)) * interval
     below = np.exp(tilt * interval * np.arange(left, 0, -1))  # from the left end outwards, reversed
     beyond = (high + np.arange(1, right + 1)) * interval
-    ones, chord = (
-        np.exp(tilt * (epsilon - beyond)),
-        np.exp(tilt * (epsilon - beyond) - (beyond - high * interval)),
-    )
+    ones = np.exp(tilt * (epsilon - beyond))
+    chord = np.exp(tilt * (epsilon - beyond) - (beyond - high * interval))
     to_value = math.exp(-tilt * (epsilon - high * interval))
-    now = -np.expm1(np.minimum(epsilon - losses, 0)) * np.exp(
-        tilt * np.minimum(epsilon - losses, 0)
-    )
+    excess = np.minimum(epsilon - losses, 0)
+    now = -np.expm1(excess) * np.exp(tilt * excess)
 
     ring, order = max(costs) + 1, np.array(costs)
     history = np.zeros((ring, points // 2 + 1), dtype=complex)
@@ -325,18 +317,15 @@ def _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress):
                 products = history[(b - order[playable]) % ring] * spectra[playable]
                 values = cast(np.ndarray, irfft(products, n=points, axis=1))[:, :size]
                 for k in rows[playable]:
-                    i, most = (
-                        (b - costs[k]) % ring,
-                        math.exp(log_chernoff + growth * (b - costs[k])),
-                    )
+                    i = (b - costs[k]) % ring
+                    most = math.exp(log_chernoff + growth * (b - costs[k]))
                     taken = rounding[k] * norms[i] + laws[k].lost * most
                     slack = max(slack, slacks[i] * math.exp(growth * costs[k]) + taken)
                 last = now
                 if kept is not None and playable.any():
                     best = values.argmax(axis=0)
-                    kept[b] = np.where(
-                        values[best, np.arange(size)] > last, rows[playable][best], -1
-                    )
+                    better = values[best, np.arange(size)] > last
+                    kept[b] = np.where(better, rows[playable][best], -1)
                 now = np.maximum(last, values.max(axis=0)) if playable.any() else last
                 advance()
             if low <= 0 <= high:
@@ -347,9 +336,8 @@ def _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress):
                     table = table[: b + 1]
                     break
             padded[:size] = now
-            padded[size : size + right] = (
-                ones - max(1.0 - (now[-1] + slack) * to_value, 0.0) * chord
-            )
+            short = max(1.0 - (now[-1] + slack) * to_value, 0.0)
+            padded[size : size + right] = ones - short * chord
             if left:
                 padded[points - left :] = np.minimum(
                     (now[0] + slack) * below, math.exp(log_chernoff + growth * b)
@@ -377,6 +365,8 @@ def adaptive_delta(
     Before each block of steps the example's level z is any function of the outputs so far, and of
     the example; its gradients are clipped to z times the clip norm during the block, which costs
     c(z) of the budget. Neighbouring relation: add or remove one example. Sampler: Poisson.
+
+    Many arguments, since a run, its levels and its budget are described by numbers.
 
     Args:
         sample_rate: in (0, 1].

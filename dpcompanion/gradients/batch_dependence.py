@@ -28,6 +28,8 @@ def batch_dependence_error(
     and in batches of random size and composition; the norm of the difference to the gradient alone,
     over its norm. It is a measurement on this machine and these data, not a bound.
 
+    Many arguments, since it takes what a run takes, and how many batches are tried.
+
     Args:
         model: a module that treats examples one by one.
         loss: (outputs, targets) -> (n,), such as `cross_entropy`.

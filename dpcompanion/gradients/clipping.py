@@ -76,6 +76,10 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def _in_microbatches(
     model, loss, x, y, max_grad_norm, method, microbatch_size, precision, float64=False
 ):
+    """What `clipped_sum` adds up, microbatch by microbatch.
+
+    Many arguments, since it takes what `clipped_sum` takes.
+    """
     checks.check_data(x, y)
     checks.check_types(model, x)
     if max_grad_norm is not None and not float64:
@@ -154,6 +158,8 @@ def clipped_sum(
     float64: bool = False,
 ) -> ClippedSum:
     """Sum of the clipped gradients of the examples (x, y), with their norms and losses.
+
+    Many arguments, since method, precision and memory may be chosen, each with a default.
 
     Args:
         model: a module; its parameters with requires_grad count.

@@ -140,26 +140,11 @@ class Recorder:
                     )
                 else:
                     first.append((module, use, edge))
-        silent = [
-            p
-            for module in self.owners
-            if module not in self.uses
-            for p in own_parameters(module).values()
-        ]
-        with torch.enable_grad():
-            # weights of ones would make PyTorch import SymPy: a second, and 30 MB
-            total = losses.sum()
         try:
-            gradients = torch.autograd.grad(
-                total, [*(edge for _, _, edge in first), *silent], allow_unused=True
-            )
+            gradients = self._gradients(losses, [edge for _, _, edge in first])
         finally:
             for handle in handles:
                 handle.remove()
-        if any(g is not None for g in gradients[len(first) :]):
-            raise UnsupportedModel(
-                "a parameter is used outside the forward method of its layer; use method='func'"
-            )
         for (module, use, _), g in zip(first, gradients):
             if g is not None:
                 arrived(module, use, g)
@@ -173,6 +158,26 @@ class Recorder:
                     "use method='func'"
                 )
             finish(module)
+
+    def _gradients(self, losses, edges):
+        """Of the summed losses with respect to the edges; none may come by the parameters of a
+        layer that was not called.
+        """
+        silent = [
+            p
+            for module in self.owners
+            if module not in self.uses
+            for p in own_parameters(module).values()
+        ]
+        with torch.enable_grad():
+            # weights of ones would make PyTorch import SymPy: a second, and 30 MB
+            total = losses.sum()
+        gradients = torch.autograd.grad(total, [*edges, *silent], allow_unused=True)
+        if any(g is not None for g in gradients[len(edges) :]):
+            raise UnsupportedModel(
+                "a parameter is used outside the forward method of its layer; use method='func'"
+            )
+        return gradients[: len(edges)]
 
 
 def _reached(losses):

@@ -229,6 +229,8 @@ class DPSGDPlan:
         """The plan with the least noise whose epsilon, by `accountant`, does not exceed
         `target_epsilon`, for one rate for all. It keeps the accountant.
 
+        Many arguments, since a run can be described in epochs or steps, and batches or rates.
+
         Args:
             target_epsilon: above 0.
             n: number of examples.
@@ -316,6 +318,8 @@ class DPSGDPlan:
     ) -> "DPSGDPlan":
         """The plan that uses up each example's own budget (individualised DP, Boenisch et al.
         2023).
+
+        Many arguments, since a run can be described in epochs or steps, and batches or rates.
 
         Args:
             target_epsilons: one number, one for each example, (n,), or {budget: share}, whose

@@ -31,6 +31,21 @@ _ROUNDING = 1e-6
 _LEAST_STEP = 1e-9
 
 
+def _check_rate(learning_rate, batch_size):
+    """A learning rate that the bound of theorem 2 covers, for logistic regression."""
+    if learning_rate > 4:
+        raise ValueError(
+            "learning_rate must be at most 2 / beta = 4, or a step of SGD is not 1-expansive and "
+            "theorem 2 fails (logistic loss, norms with the bias up to sqrt(2): beta = 1/2), got "
+            f"{learning_rate:g}"
+        )
+    if learning_rate < _LEAST_STEP * batch_size:
+        raise ValueError(
+            f"learning_rate must be at least {_LEAST_STEP:g} times the batch_size, or the rounding "
+            f"of weights counts beside the bound of theorem 2, got {learning_rate:g}"
+        )
+
+
 def train_grid(
     features: torch.Tensor,
     labels: torch.Tensor,
@@ -48,6 +63,8 @@ def train_grid(
     progress: bool | None = None,
 ) -> torch.Tensor:
     r"""The weights of one SGD run for each data set and seed.
+
+    Many arguments, since the data sets, the runs and their common settings are all given.
 
     Args:
         features: (n + 1, d), float32 or float64, rows of norm at most 1; row 0 is the held-out
@@ -112,17 +129,9 @@ def train_grid(
         )
     hidden = _checks.whole_number("hidden", hidden, 0)
     learning_rate = _checks.number("learning_rate", learning_rate, 0, math.inf, closed="neither")
-    if enforce_conditions and not hidden and learning_rate > 4:
-        raise ValueError(
-            "learning_rate must be at most 2 / beta = 4, or a step of SGD is not 1-expansive and "
-            "theorem 2 fails (logistic loss, norms with the bias up to sqrt(2): beta = 1/2), got "
-            f"{learning_rate:g}"
-        )
-    if enforce_conditions and not hidden and learning_rate < _LEAST_STEP * batch_size:
-        raise ValueError(
-            f"learning_rate must be at least {_LEAST_STEP:g} times the batch_size, or the rounding "
-            f"of weights counts beside the bound of theorem 2, got {learning_rate:g}"
-        )
+    bounded = enforce_conditions and not hidden
+    if bounded:
+        _check_rate(learning_rate, batch_size)
     if isinstance(initialization, str):
         _checks.one_of("initialization", initialization, ("varying", "fixed"))
     else:
@@ -134,7 +143,7 @@ def train_grid(
     )
     device = torch.device(device or features.device)
 
-    dtype = torch.float64 if enforce_conditions and not hidden else features.dtype
+    dtype = torch.float64 if bounded else features.dtype
     features = torch.cat((features, torch.ones_like(features[:, :1])), 1).to(device, dtype)
     labels = labels.to(device, features.dtype)
     model = _Network(hidden) if hidden else _Logistic()

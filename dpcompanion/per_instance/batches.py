@@ -332,6 +332,8 @@ def holder_epsilon(
 
     One-sided: nothing is said of P(M(X) in S). `coupled_epsilon` is smaller and serves both sides.
 
+    Many arguments, since the step, the bound's order and its confidence are all given.
+
     Args:
         sensitivities: (batches, ...) values of :math:`\Delta(B)`, for independent batches B from
             the sampler of the data set *without* x.

@@ -43,6 +43,8 @@ def update_divergence(
 
     The bound does not vanish for X = X': use `coupled_divergence`.
 
+    Many arguments, since the step, the estimate and its confidence are all given.
+
     Args:
         updates, updates_with: (pool, parameters) updates of independent batches of X and of X'
             (with x); a tuple takes different entries of a pool, so that a pool needs `order`

@@ -192,6 +192,8 @@ def compare(
 ) -> Comparison:
     """The table of an exhibit.
 
+    Many arguments, since what a table shows is chosen by keyword, each with a default.
+
     Args:
         exhibit: its name; None for numbers that no paper printed.
         live, recorded: dotted name -> number, `MeanSD`, or a list of them where the paper prints a

@@ -261,6 +261,23 @@ def default_preset() -> str:
     )
 
 
+def _with_seeds(config, seeds, name):
+    """The configuration with these seeds in place of its own, and the seeds as a tuple."""
+    one = hasattr(config, "seed")
+    if not (one or hasattr(config, "seeds")):
+        raise ValueError(
+            f"seeds must be left out, since {name} draws nothing at random, got {seeds!r}"
+        )
+    seeds = tuple(_checks.whole_number("seeds", seed) for seed in seeds)
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds must be different whole numbers, one at least, got {seeds!r}")
+    if one and len(seeds) > 1:
+        raise ValueError(
+            f"seeds must be a single one, since {name} runs with one seed at a time, got {seeds!r}"
+        )
+    return dataclasses.replace(config, **{"seed": seeds[0]} if one else {"seeds": seeds}), seeds
+
+
 def run(
     name: str,
     *,
@@ -298,22 +315,7 @@ def run(
     preset = _checks.one_of("preset", preset or default_preset(), found.presets)
     config = found.presets[preset]
     if seeds is not None:
-        one = hasattr(config, "seed")
-        if not (one or hasattr(config, "seeds")):
-            raise ValueError(
-                f"seeds must be left out, since {name} draws nothing at random, got {seeds!r}"
-            )
-        seeds = tuple(_checks.whole_number("seeds", seed) for seed in seeds)
-        if not seeds or len(set(seeds)) < len(seeds):
-            raise ValueError(f"seeds must be different whole numbers, one at least, got {seeds!r}")
-        if one and len(seeds) > 1:
-            raise ValueError(
-                f"seeds must be a single one, since {name} runs with one seed at a time, got "
-                f"{seeds!r}"
-            )
-        config = dataclasses.replace(
-            config, **{"seed": next(iter(seeds))} if one else {"seeds": seeds}
-        )
+        config, seeds = _with_seeds(config, seeds, name)
     device = _device(device)
     if share is not None and out is None:
         raise ValueError(

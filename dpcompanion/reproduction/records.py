@@ -135,6 +135,8 @@ def make(
     `made_with` is what `provenance.software()` said when the run began, since files may be edited
     during a long one; None asks now. `kept` is what `pieces.taken_over` gathered. Raises ValueError
     for an unknown exhibit, or for a value that no record can hold.
+
+    Many arguments, since a record has many fields.
     """
     published.exhibit(name)
     if not isinstance(preset, str) or not re.fullmatch(r"[a-z0-9-]+", preset):

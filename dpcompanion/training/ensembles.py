@@ -64,6 +64,8 @@ def train_ensemble(
 ) -> Ensemble:
     """Train R runs side by side by DP-SGD, each as its plan says.
 
+    Many arguments, since each is a choice of its own, most with a default.
+
     Args:
         model: a module, from whose weights all runs start, or R modules of one architecture. They
             are not changed. They may draw nothing at random (no dropout).
@@ -158,19 +160,7 @@ def train_ensemble(
             ensemble._add(add)
             share(ensemble._add_noise)
             ensemble._update()
-            if callbacks.on_step is not None:
-                callbacks.on_step(ensemble)
-            end = ensemble.ended
-            if callbacks.on_epoch is not None and (
-                ensemble.step % ensemble.steps_per_epoch == 0 or end
-            ):
-                epoch = math.ceil(ensemble.step / ensemble.steps_per_epoch)
-                ensemble.epochs.append(
-                    {"epoch": epoch, "step": ensemble.step} | (callbacks.on_epoch(ensemble) or {})
-                )
-            if callbacks.on_step is not None or callbacks.on_epoch is not None:
-                for plan, numbers in zip(ensemble.plans, ensemble._planned):
-                    checks.check_plan(plan, plan, numbers)
+            _call(callbacks, ensemble)
             advance()
             stop = interrupted()
             if checkpoint is not None and (
@@ -190,6 +180,21 @@ def train_ensemble(
             stacklevel=2,
         )
     return ensemble
+
+
+def _call(callbacks, ensemble):
+    """Call what is to be called after this step; the plans must come out of it as they were."""
+    if callbacks.on_step is not None:
+        callbacks.on_step(ensemble)
+    end = ensemble.ended
+    if callbacks.on_epoch is not None and (ensemble.step % ensemble.steps_per_epoch == 0 or end):
+        epoch = math.ceil(ensemble.step / ensemble.steps_per_epoch)
+        ensemble.epochs.append(
+            {"epoch": epoch, "step": ensemble.step} | (callbacks.on_epoch(ensemble) or {})
+        )
+    if callbacks.on_step is not None or callbacks.on_epoch is not None:
+        for plan, numbers in zip(ensemble.plans, ensemble._planned):
+            checks.check_plan(plan, plan, numbers)
 
 
 @contextlib.contextmanager

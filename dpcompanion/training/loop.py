@@ -93,6 +93,8 @@ def train(
     where there is no seed: trust the ranks and the network. The key of the noise stays on rank 0,
     which writes the checkpoint, too; all ranks read it. Callbacks are called on every rank.
 
+    Many arguments, since each is a choice of its own, most with a default.
+
     Args:
         model: a module that treats examples one by one: no batch norm, unless it is in evaluation
             mode and stays there, and nothing that is spread over processes, such as
@@ -210,43 +212,44 @@ def train(
         loop.begin_alike(callbacks, checkpoint)
         if checkpoint is not None and seed is not None and ranks.first:
             note_seeds(checkpoint.path, [(loop.seed, loop.data_digest)])
-        run = loop.run
-        with (
-            loop.stepping_alone(),
-            bar(
-                plan.steps, label="DP-SGD", done=run.step, show=progress if ranks.first else False
-            ) as advance,
-            deferred_interrupt() as interrupted,
-        ):
-            while run.step < plan.steps and not run.history.stopped:
-                loop.step()
-                with loop.modes_kept():
-                    if callbacks.on_step is not None:
-                        callbacks.on_step(run)
-                        run.stopping = ranks.any(run.stopping)
-                    if (
-                        run.step % plan.steps_per_epoch == 0
-                        or run.step == plan.steps
-                        or run.stopping
-                    ):
-                        loop.end_epoch(callbacks.on_epoch)
-                    checks.check_plan(run.plan, plan, loop.planned)
-                if run.stopping:
-                    loop.end_early()
-                advance()
-                stop = ranks.any(interrupted())
-                due = run.history.stopped or stop
-                if checkpoint is not None and (
-                    due or checkpoint.due(run.step, plan.steps, plan.steps_per_epoch)
-                ):
-                    loop.save(checkpoint.path)
-                if stop:
-                    raise KeyboardInterrupt
+        _take_steps(loop, callbacks, checkpoint, ranks, progress)
         loop.count_dropped()
         if checkpoint is not None and seed is None and ranks.first:
             pathlib.Path(key_file(checkpoint.path)).unlink(missing_ok=True)
         loop.check_alike()
-        return run.history
+        return loop.run.history
+
+
+def _take_steps(loop, callbacks, checkpoint, ranks, progress):
+    """The steps of a run from where it is to its end, with what is called and saved on the way."""
+    run, plan = loop.run, loop.plan
+    with (
+        loop.stepping_alone(),
+        bar(
+            plan.steps, label="DP-SGD", done=run.step, show=progress if ranks.first else False
+        ) as advance,
+        deferred_interrupt() as interrupted,
+    ):
+        while run.step < plan.steps and not run.history.stopped:
+            loop.step()
+            with loop.modes_kept():
+                if callbacks.on_step is not None:
+                    callbacks.on_step(run)
+                    run.stopping = ranks.any(run.stopping)
+                if run.step % plan.steps_per_epoch == 0 or run.step == plan.steps or run.stopping:
+                    loop.end_epoch(callbacks.on_epoch)
+                checks.check_plan(run.plan, plan, loop.planned)
+            if run.stopping:
+                loop.end_early()
+            advance()
+            stop = ranks.any(interrupted())
+            due = run.history.stopped or stop
+            if checkpoint is not None and (
+                due or checkpoint.due(run.step, plan.steps, plan.steps_per_epoch)
+            ):
+                loop.save(checkpoint.path)
+            if stop:
+                raise KeyboardInterrupt
 
 
 class TrainingLoop:
@@ -270,6 +273,7 @@ class TrainingLoop:
         stateful: Mapping[str, Any] = types.MappingProxyType({}),
         generator_device: str | torch.device = "cpu",
     ):
+        """Many arguments, since it takes what `train` takes, and checks it before any work."""
         self.asked, self.precision = performance.method, performance.precision
         self.microbatch_size, device = performance.microbatch_size, performance.device
         if not isinstance(plan, DPSGDPlan):
@@ -284,9 +288,7 @@ class TrainingLoop:
         self.seed = seed if seed is None else _checks.seed("seed", seed)
         # What the model itself draws is no secret that privacy rests on.
         self.forward_seed = secrets.randbits(256) if self.seed is None else self.seed
-        self.device = (
-            torch.device(device) if device is not None else next(model.parameters()).device
-        )
+        self.device = torch.device(next(model.parameters()).device if device is None else device)
         model.to(self.device)
         self.examples, self.loss = examples.to(self.device), loss
         if not isinstance(trackers, Iterable):
@@ -311,19 +313,14 @@ class TrainingLoop:
                 f"{self.numbers}, and takes no seed, got {plan.parameters} and seed {self.seed}"
             )
         self.network, self.loss = self.examples.seen(model, loss)
-        self.called = {
-            name: name if self.network is model else f"model.{name}" for name in self.parameters
-        }
+        prefix = "" if self.network is model else "model."
+        self.called = {name: prefix + name for name in self.parameters}
         self.prove(model)
         self.examples.prove(model, loss)
         # A scheduler keeps the rate that it began with as initial_lr.
-        self.begun_with = [
-            type(optimizer).__name__,
-            *(
-                float(group.get("initial_lr", group.get("lr", 0)))
-                for group in optimizer.param_groups
-            ),
-        ]
+        groups = optimizer.param_groups
+        rates = [float(group.get("initial_lr", group.get("lr", 0))) for group in groups]
+        self.begun_with = [type(optimizer).__name__, *rates]
         self.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
         history = History(
             torch.full((plan.steps,), math.nan, dtype=torch.float64, device=self.device),
@@ -456,13 +453,7 @@ class TrainingLoop:
         released = self.ranks.released(
             summed, lambda total: plan.noisy(total, self.generators["noise"])
         )
-        released = released / cast(float, plan.expected_batch_size)
-        for p, piece in zip(
-            self.parameters.values(), released.split([p.numel() for p in self.parameters.values()])
-        ):
-            p.grad = piece.view_as(p).to(p.dtype)
-        for t in traces.untrained(run.model).values():
-            t.grad = None  # one left from elsewhere has no noise, and the optimizer would follow it
+        self.give_gradients(released / cast(float, plan.expected_batch_size))
         # counted before it is taken, lest it be taken and not counted
         at, run.step = run.step, run.step + 1
         run.history.guarantee, run.history.steps = plan.statement(steps=run.step), run.step
@@ -493,6 +484,14 @@ class TrainingLoop:
                 own = norms.to(there)[indices if away else drawn]
                 limits = torch.minimum(to_device(limits, there), own)
         return limits, away
+
+    def give_gradients(self, released):
+        """Each parameter its part of what the step releases; nothing to those without a part."""
+        sizes = [p.numel() for p in self.parameters.values()]
+        for p, piece in zip(self.parameters.values(), released.split(sizes)):
+            p.grad = piece.view_as(p).to(p.dtype)
+        for t in traces.untrained(self.run.model).values():
+            t.grad = None  # one left from elsewhere has no noise, and the optimizer would follow it
 
     def take_step(self):
         """Move by the gradients that `step` has left."""

@@ -75,6 +75,7 @@ class Ensemble:
         performance: Performance,
         generator_device: str | torch.device = "cpu",
     ):
+        """Many arguments, since it takes what `train_ensemble` takes."""
         self.seeds = _checked_seeds(seeds)
         runs = len(self.seeds)
         models, self._plans = _models_and_plans(model, plans, runs)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from dpcompanion import data, release
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.papers.common import rank
 from dpcompanion.training import cross_entropy, models
+from dpcompanion.training.tracking import NormTracker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +173,32 @@ def outcome(model, loss, x, y):
         parts = [model(part) for part in x.split(2048)]
     outputs = torch.cat(parts)
     return loss(outputs, y), outputs.argmax(1) == y
+
+
+def trackers_of(task, plan, model, loss, data, chosen, *, running=False, **options):
+    """A tracker of all examples, which are measured as the task says; and, if some are `chosen`,
+    one of these, measured at every step.
+    """
+    trackers = [
+        NormTracker.for_plan(
+            plan,
+            model,
+            loss,
+            data,
+            running=running,
+            updates_per_epoch=task.refreshes,
+            clipping=task.clipping,
+            **options,
+        )
+    ]
+    if len(chosen):
+        some = tuple(part[chosen.to(part.device)] for part in data)
+        trackers.append(
+            NormTracker.for_plan(
+                plan, model, loss, some, updates_per_epoch=math.inf, examples=chosen, **options
+            )
+        )
+    return trackers
 
 
 WORST = 0.99  # an epsilon from this share of the worst case on has reached it

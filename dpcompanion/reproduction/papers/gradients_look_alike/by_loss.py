@@ -343,12 +343,17 @@ def own_epsilon(config, run):
         values |= {
             f"{name}.{key}": one for key, one in zip(("exact", "exact_low", "exact_high"), exact)
         }
-        loose = theorem_3_3(ordinary, plan, task.moments)
-        schedules = [scheduled(ordinary[..., k], plan) for k in range(task.points)]
-        values |= {
-            f"{name}.theorem_3_3": rdp_to_epsilon(loose, task.moments, task.delta)[0],
-            f"{name}.norm": ordinary.mean((0, 1)),
-            f"{name}.schedule": [epsilon for epsilon, _ in schedules],
-            f"{name}.clipped": [share for _, share in schedules],
-        }
+        values |= {f"{name}.{key}": one for key, one in _by_norms(ordinary, task, plan).items()}
     return values
+
+
+def _by_norms(norms, task, plan):
+    """What the points' norms along ordinary runs, (runs, steps, points), say of their epsilons."""
+    loose = theorem_3_3(norms, plan, task.moments)
+    schedules = [scheduled(norms[..., k], plan) for k in range(task.points)]
+    return {
+        "theorem_3_3": rdp_to_epsilon(loose, task.moments, task.delta)[0],
+        "norm": norms.mean((0, 1)),
+        "schedule": [epsilon for epsilon, _ in schedules],
+        "clipped": [share for _, share in schedules],
+    }

@@ -87,6 +87,8 @@ def side_by_side(x, y, point_x, point_y, plan, *, kind, runs, order, learning_ra
 
     x holds the *other* examples. `kind` says how the point enters: "with" at its rate, "without"
     never, "remove" and "add" as in tilted training of either direction at `order`.
+
+    Many arguments, since they describe the run, the points and the tilting.
     """
     generator, points = torch.Generator().manual_seed(seed), len(point_y)
     lanes, limit, noise_std = runs * points, plan.max_grad_norm, plan.noise_std

@@ -98,6 +98,8 @@ def audit(
     the attacker sees every step: nobody can do better than their likelihood ratio, whose threshold
     is chosen on one half of the runs and counted on the other. `draws` Poisson draws are joined in
     every step: more than one is the fault of which algorithm 1 knows nothing.
+
+    Many arguments, since they describe the run, the groups and the attack.
     """
     training = Training(round(1000), round(1000 * sample_rate), 1, 1.0)
     training = dataclasses.replace(training, epochs=steps * training.batch // training.examples)

@@ -200,12 +200,8 @@ def trial(config, kind, seed, run):
     setup, _, method = kind.rpartition(".")
     groups = assign(len(found.labels), config.groups[setup or "B"], seed)
     strictest = groups == 0
-    features, labels, training, budgets = (
-        found.features,
-        found.labels,
-        task.training,
-        config.budgets,
-    )
+    features, labels = found.features, found.labels
+    training, budgets = task.training, config.budgets
     if method == "alone":
         features, labels = features[strictest], labels[strictest]
         training = dataclasses.replace(training, examples=len(labels))
@@ -214,13 +210,8 @@ def trial(config, kind, seed, run):
         groups, budgets, method = torch.zeros_like(groups), budgets[-1:], "dpsgd"
     plan = plan_of(method, groups, budgets, training, delta=config.delta)
     model = network(task, seed)
-    seen = {
-        "epochs": [],
-        "accuracy": [],
-        "group_epochs": [],
-        "group_loss": [],
-        "group_accuracy": [],
-    }
+    looks = ("epochs", "accuracy", "group_epochs", "group_loss", "group_accuracy")
+    seen = {name: [] for name in looks}
 
     def look(run_now):
         epoch = run_now.step // math.ceil(training.examples / training.batch)
@@ -234,8 +225,7 @@ def trial(config, kind, seed, run):
             seen["group_accuracy"].append(accuracy(logits, own_labels))
 
     test_features, test_labels = (
-        found.test_features.to(run.device),
-        found.test_labels.to(run.device),
+        part.to(run.device) for part in (found.test_features, found.test_labels)
     )
     own_features, own_labels = (
         part[strictest].to(run.device) for part in (found.features, found.labels)

@@ -18,9 +18,9 @@ from dpcompanion.reproduction.papers.yu import (
     examples,
     outcome,
     seconds,
+    trackers_of,
 )
 from dpcompanion.training import Callbacks, DPSGDPlan, gradient_norms, train
-from dpcompanion.training.tracking import NormTracker
 
 NAME = "individual-accounting"
 MNIST_CNN = Task("mnist", "two-layer-cnn", 1024, 4, 2.4, 1.5)
@@ -195,25 +195,11 @@ def run_task(task, seed, device):
         torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, plan.steps) if task.cosine else None
     )
 
-    measured = {"keep_norms": True, "device": device}
-    whole = NormTracker.for_plan(
-        plan,
-        model,
-        loss,
-        (x, y),
-        updates_per_epoch=task.refreshes,
-        clipping=task.clipping,
-        **measured,
-    )
-    trackers = [whole]
     chosen = torch.as_tensor(np.random.RandomState(seed).permutation(len(y))[: task.reference])
     some = x[chosen.to(device)], y[chosen.to(device)]
-    if task.reference:
-        trackers.append(
-            NormTracker.for_plan(
-                plan, model, loss, some, updates_per_epoch=math.inf, examples=chosen, **measured
-            )
-        )
+    whole, *reference = trackers_of(
+        task, plan, model, loss, (x, y), chosen, keep_norms=True, device=device
+    )
     groups = found.groups[chosen]
 
     def watch(_):
@@ -231,7 +217,7 @@ def run_task(task, seed, device):
         plan,
         optimizer=optimizer,
         seed=seed,
-        trackers=trackers,
+        trackers=[whole, *reference],
         callbacks=Callbacks(
             on_epoch=watch, on_step=(lambda _: scheduler.step()) if scheduler else None
         ),
@@ -240,7 +226,7 @@ def run_task(task, seed, device):
     losses, right = outcome(model, loss, x, y)
     test_losses, test_right = outcome(model, loss, found.test_x.to(device), found.test_y.to(device))
     passes, norms = whole.norms_of_passes
-    exact = trackers[-1].norms_of_passes[1] if task.reference else torch.zeros(0, 0)
+    exact = reference[0].norms_of_passes[1] if reference else torch.zeros(0, 0)
     values = {"max_grad_norm": limit, "seconds": trace.seconds}
     arrays = {
         "passes": passes,

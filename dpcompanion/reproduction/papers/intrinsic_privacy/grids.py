@@ -237,6 +237,8 @@ def grid_runs(
     `data_sets` replaces 0, ..., task.data_sets; seeds count from `first_seed`; `held_out`
     (features, label) stands in for the example that replaces others; `half` leaves half of the
     examples out. Runs that take long are kept, piece by piece.
+
+    Many arguments, since they describe the data sets, the seeds and the model of a grid.
     """
     found = problem(name, run)
     data_sets = tuple(range(task.data_sets + 1)) if data_sets is None else tuple(data_sets)
