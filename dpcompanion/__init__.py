@@ -1,7 +1,7 @@
 """Individual privacy in (DP-)SGD: accounts, budgets and bounds for each example.
 
-`dpcompanion` is the library behind the book of the same name.  Importing it
-loads nothing heavy; import the module that you need.
+`dpcompanion` is the library behind the book of the same name.  Importing it loads nothing heavy;
+import the module that you need.
 
 * `dpcompanion.accounting`: what a run of DP-SGD costs in (epsilon, delta);
 * `dpcompanion.mechanism`, `gradients`: a run's description, draws, noise; clipped sums and norms;

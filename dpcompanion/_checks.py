@@ -1,8 +1,7 @@
 """Checks of arguments, made before any work is done.
 
-Each check returns the value that it was given, so that it can wrap an
-assignment, and otherwise raises a ValueError that names the argument, the
-offending value and what is allowed.
+Each check returns the value that it was given, so that it can wrap an assignment, and otherwise
+raises a ValueError that names the argument, the offending value and what is allowed.
 
 >>> in_interval("sample_rate", 0.5, 0, 1, closed="right")
 0.5

@@ -1,7 +1,7 @@
 """A progress bar if tqdm is installed, silence if not.
 
-`show=None` shows the bar on a terminal only: notebooks, logs and pipes stay
-silent.  `show=True` forces it, `show=False` switches it off.
+`show=None` shows the bar on a terminal only: notebooks, logs and pipes stay silent.  `show=True`
+forces it, `show=False` switches it off.
 
 >>> with bar(3, label="steps", show=False) as advance:
 ...     for _ in range(3):

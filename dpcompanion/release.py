@@ -98,7 +98,7 @@ def private_mean(
 
     Args:
         values: (n,), each from 0 to `upper`; what lies outside is moved to the nearest end, and NaN
-        to 0.
+            to 0.
         upper: a public bound, from 1e-100 to 1e100, such as the worst-case epsilon of the run.
         epsilon, delta: of this release, see `split`.
         generator: None, for what is published: the noise comes from a cipher under a key of the
@@ -146,12 +146,12 @@ def private_quantiles(
 
     Args:
         values: (n,), each from 0 to `upper`; what lies outside is moved to the nearest end, and NaN
-        to 0.
+            to 0.
         quantiles: shares in (0, 1).
         upper: a public bound, from 1e-100 to 1e100, such as the worst-case epsilon of the run.
         epsilon, delta: of this release, see `split`.
         generator: None, for what is published, or a torch.Generator, for research; see
-        `private_mean`.
+            `private_mean`.
         method: "cdf" or "andrew2021"; see the module's text.
         bins: of the public grid of "cdf".
         steps, learning_rate, start: of "andrew2021"; it starts at upper / 2 by default.
@@ -287,20 +287,20 @@ def private_scaler(
 
     Args:
         x: (n, d) numbers; what lies outside of the bounds is moved to the nearest, and NaN to the
-        middle.
+            middle.
         lower, upper: public bounds of all columns, or (d,) of each, lower below upper, between
             -1e100 and 1e100. They must not be read off the data.
         epsilon, delta: of this release.
         generator: None, for what is published, or a torch.Generator, for research; see
-        `private_mean`.
+            `private_mean`.
         relation: "add-remove" or "replace": what (epsilon, delta) is for.
         unit: what one row is, in the singular, such as "patient" where each patient has one row: a
             word of the statement and of a ledger's, as in `DPSGDPlan`.
 
     Returns:
         A `PrivateScaler`, whose `transform` scales data, and which a `Ledger` takes beside the
-        training. A variance
-        that the noise may hide counts as the standard deviation of the noise in it.
+        training. A variance that the noise may hide counts as the standard deviation of the noise
+        in it.
 
     Raises:
         ValueError: an argument outside its range.
@@ -389,7 +389,7 @@ def ledger_item(
     Args:
         epsilon, delta: those of the release.
         bins: of `private_quantiles` with method "cdf", None for `private_mean` and for
-        "andrew2021".
+            "andrew2021".
         relation: that of the release.
         unit: what one value is of, in the singular: a word of the ledger's statement.
 

@@ -41,7 +41,7 @@ def derive_seed(seed: int, *names: str | int) -> int:
     Args:
         seed: a whole number in [0, 2^1024).
         names: texts without "/", or whole numbers; no text may read as a whole number ("1" beside
-        1).
+            1).
 
     Raises:
         ValueError: an argument outside its range.
@@ -65,7 +65,7 @@ def derive_key(seed: int, *names: str | int) -> bytes:
     Args:
         seed: a whole number in [0, 2^1024).
         names: of the stream, texts or whole numbers; no text may read as a whole number ("1" beside
-        1).
+            1).
 
     Raises:
         ValueError: an argument outside its range.

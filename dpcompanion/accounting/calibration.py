@@ -46,7 +46,7 @@ def find_noise_multiplier(
 
     Raises:
         ValueError: an argument outside its range, or a target that no noise multiplier up to 1e9
-        meets.
+            meets.
 
     >>> round(
     ...     find_noise_multiplier(
@@ -118,7 +118,7 @@ def find_sample_rate(
 
     Raises:
         ValueError: an argument outside its range, or a target that no sample rate down to 1e-12
-        meets.
+            meets.
 
     >>> round(
     ...     find_sample_rate(

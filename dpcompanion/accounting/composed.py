@@ -36,14 +36,14 @@ class ComposedLoss:
     Attributes:
         interval: spacing h of the grid.
         error: what the discretisation adds to epsilon near the target, to first order (it never
-        subtracts).
+            subtracts).
         tilt: the saddle point :math:`\lambda`.
         first: index of the first grid point of `masses`.
         masses: probabilities under the tilted law at ``(first + j) * interval``.
         log_scale: :math:`\ln E[e^{\lambda S}]` on the grid.
         slack: bound on the tilted mass that the window and the transform may have lost.
         log_capped: logarithm of the probability that the loss of any step exceeds its cap, which
-        counts as delta.
+            counts as delta.
     """
 
     interval: float

@@ -39,13 +39,12 @@ def gaussian_delta(sensitivity_over_sigma: Numbers, epsilon: Numbers) -> float |
 
     Args:
         sensitivity_over_sigma: :math:`\mu = \Delta / \sigma`, at least 0 (inf: no noise); number or
-        tensor.
+            tensor.
         epsilon: at least 0; number or tensor. The two broadcast.
 
     Returns:
         A float of two numbers, else a float64 tensor of the common shape; relative error below
-        1e-12 (of ratios up to
-        1e8 and deltas down to 1e-100).
+        1e-12 (of ratios up to 1e8 and deltas down to 1e-100).
 
     Raises:
         ValueError: a negative or NaN argument.
@@ -123,13 +122,13 @@ def gaussian_epsilon(sensitivity_over_sigma: Numbers, delta: Numbers) -> float |
 
     Args:
         sensitivity_over_sigma: :math:`\mu = \Delta / \sigma`, at least 0 (inf: no noise); number or
-        tensor.
+            tensor.
         delta: in (0, 1); number or tensor. The two broadcast.
 
     Returns:
         A float of two numbers, else a float64 tensor of the common shape; inf where there is no
-        noise, 0 where delta
-        covers the total variation distance. `gaussian_delta` at the result never exceeds `delta`.
+        noise, 0 where delta covers the total variation distance. `gaussian_delta` at the result
+        never exceeds `delta`.
 
     Raises:
         ValueError: a negative or NaN ratio, a delta outside (0, 1).

@@ -205,7 +205,7 @@ class Ledger:
 
         Raises:
             ValueError: something else, a delta that is missing or not asked for, or items of
-            different people.
+                different people.
 
         >>> ledger = Ledger().add(Gaussian(10.0)).add(Laplace(5.0), people=[0, 2])
         >>> ledger.n, [round(value, 2) for value in ledger.epsilons(1e-5).tolist()]

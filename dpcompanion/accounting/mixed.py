@@ -92,7 +92,7 @@ class ReplacementLoss(StepLoss):
 
     Args:
         sample_rate, noise_multiplier, log_capped: q, sigma / a, and the logarithm of the
-        probability above the cap.
+            probability above the cap.
         other: sigma / b, by default sigma / a.
 
     >>> step = ReplacementLoss(0.1, 1.0, math.log(1e-12))

@@ -1,8 +1,7 @@
 r"""Privacy loss distributions of the sampled Gaussian mechanism.
 
-For a pair of output distributions (P, Q) the privacy loss is
-:math:`L = \ln(P/Q)` under P.  Losses of independent steps add up, and the sum S decides
-the whole trade-off curve exactly:
+For a pair of output distributions (P, Q) the privacy loss is :math:`L = \ln(P/Q)` under P.  Losses
+of independent steps add up, and the sum S decides the whole trade-off curve exactly:
 
 .. math:: \delta(\varepsilon) = E\left[(1 - e^{\varepsilon - S})_+\right].
 
@@ -118,7 +117,7 @@ def compose(
             upper bound everywhere.
         direction: "remove" or "add"; the account of a run is the worse of the two.
         interval: spacing of the grid, of which four million points must do; None chooses it (see
-        the module's text).
+            the module's text).
 
     Raises:
         ValueError: an argument outside its range, or not exactly one of `delta` and `epsilon`.
@@ -379,7 +378,7 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta, near=None, coarse=1.
     Args:
         near: about what it is, if that is known, which saves time.
         coarse: by how much the grid is widened: for a search, whose end is looked at with 1. It is
-        an upper bound too.
+            an upper bound too.
     """
     if sample_rate == 1:
         return float(gaussian_epsilon(composed_mu(steps, noise_multiplier), delta / ROUNDING))

@@ -73,10 +73,8 @@ def compute_epsilon(
 
     Returns:
         A float, at least 0, inf where there is no noise; a float64 tensor of the common shape where
-        an argument is no
-        number. Seconds at most for a run; one of so many steps at so little noise that no grid
-        resolves it is bounded
-        without one (see `pld`).
+        an argument is no number. Seconds at most for a run; one of so many steps at so little noise
+        that no grid resolves it is bounded without one (see `pld`).
 
     Raises:
         ValueError: an argument outside its range.

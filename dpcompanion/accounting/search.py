@@ -24,7 +24,7 @@ def bisect(holds, *, good, bad, halvings=80):
 
     Args:
         holds: a function of a tensor of points, to booleans: true at `good`, false at `bad`, with
-        one change between.
+            one change between.
         good, bad: the brackets' ends, tensors of one shape; either may be the larger.
         halvings: how often each is halved.
 
@@ -109,12 +109,12 @@ def crossings(excess, *, start, low, high, precision, enough=None, slopes=None):
 
     Args:
         excess: (y, index) -> values, at the points y of the searches `index`; falling, as in
-        `crossing`.
+            `crossing`.
         start: (n,) where to look first.
         low, high: ends of the range, numbers.
         precision: how wide a bracket may stay, a number, or (n,).
         enough: (n,) a search also ends at a value from -enough to 0, and aims at the middle of
-        these; None for none.
+            these; None for none.
         slopes: (n,) how fast the function falls near the crossings, as far as that is known, which
             saves values; what the searches learn is written into it. With `enough` only.
 

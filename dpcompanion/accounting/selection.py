@@ -97,7 +97,7 @@ def select_best(item: Any, *, mean: float, distribution: str = "poisson") -> Sel
 
     Raises:
         ValueError: an argument outside its range, or a guarantee with a delta, of which no
-        divergence is known.
+            divergence is known.
 
     >>> geometric = select_best(Guarantee(0.1, 0.0), mean=100, distribution="geometric")
     >>> round(geometric.epsilon(1e-9), 3)  # three times one run's (Liu and Talwar 2019)

@@ -87,8 +87,7 @@ def trade_off(
 
     Returns:
         A float in [0, 1], or a float64 tensor of the common shape where an argument is no number. 1
-        minus the rate
-        where there are no steps, 0 where there is no noise.
+        minus the rate where there are no steps, 0 where there is no noise.
 
     Raises:
         ValueError: an argument outside its range, shapes that do not broadcast, or a run of so many
@@ -130,7 +129,7 @@ def best_true_positive_rate(
         noise_multiplier: standard deviation of the noise over the clip norm, at least 0.
         steps: number of steps, a whole number from 0 to 1e12.
         false_positive_rate: in [0, 1]. The four are numbers, or tensors or sequences that
-        broadcast.
+            broadcast.
 
     Returns:
         A float in [0, 1], or a float64 tensor of the common shape where an argument is no number.

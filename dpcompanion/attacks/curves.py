@@ -58,7 +58,7 @@ def auc(members: Array, nonmembers: Array, *, confidence: float = 0.95) -> Inter
 
     Args:
         members, nonmembers: (k,) and (m,) scores, larger for members, one at least of each and none
-        of them NaN.
+            of them NaN.
         confidence: of the two-sided interval, in (0, 1).
 
     Returns `Interval`, (value, low, high).
@@ -107,7 +107,7 @@ def tpr_at_fpr(
 
     Args:
         members, nonmembers: (k,) and (m,) scores, larger for members, one at least of each and none
-        of them NaN.
+            of them NaN.
         fpr: the largest false positive rate, in [0, 1).
         confidence: of the two-sided interval, in (0, 1).
 

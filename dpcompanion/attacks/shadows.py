@@ -20,13 +20,13 @@ def log_odds(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     Args:
         logits: (..., n, classes), of a floating type.
         labels: the true classes, whole numbers from 0 to classes - 1, of a shape that expands to
-        (..., n).
+            (..., n).
 
     Returns (..., n), of the type of the logits; inf where there is one class only.
 
     Raises:
         RuntimeError: labels that are not whole, outside their range, or of a shape that does not
-        expand.
+            expand.
 
     >>> log_odds(torch.tensor([[2.0, 0.0]]), torch.tensor([0]))
     tensor([2.])

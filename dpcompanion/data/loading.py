@@ -24,7 +24,7 @@ class Dataset:
     Attributes:
         name, split: what was asked for.
         features: a tensor, (n, channels, height, width) or (n, columns); for text a tuple of n
-        strings.
+            strings.
         labels: (n,) int64.
         classes: the name of each class number; empty where the label is a plain number (ages).
         columns: the name of each column of a table, empty otherwise.
@@ -32,7 +32,7 @@ class Dataset:
         attributes: further (n,) tensors, such as `age`, `gender` and `race` of utkface.
         source: which files it came from.
         sha256: of the raw features, labels and attributes of this split, whatever the dtype asked
-        for.
+            for.
         verified: whether the files were checked against known checksums.
     """
 

@@ -137,12 +137,12 @@ class MultiheadAttention(nn.Module):
 
         Args:
             query, key, value: (L, N, embed_dim), (S, N, kdim) and (S, N, vdim); N first with
-            batch_first.
+                batch_first.
             key_padding_mask: (N, S), true (or -inf) where a key is left out.
             attn_mask: (L, S) or (N num_heads, L, S), true where attention is left out, or numbers
-            to add.
+                to add.
             average_attn_weights: whether the weights are those of the mean head, (N, L, S), or (N,
-            num_heads, L, S).
+                num_heads, L, S).
             is_causal: says that `attn_mask`, which must be given, is causal.
         """
         for name, t in (("query", query), ("key", key), ("value", value)):

@@ -101,10 +101,10 @@ class IndexRecorder(Dataset):
 
     Attributes:
         handed_out: the rows of the last batch, each once, as indices of the data set; None before
-        the first.
+            the first.
         units: the examples (persons) that were asked for.
         sizes: how many of the rows, which follow one another, are each person's; None where each
-        row is an example.
+            row is an example.
     """
 
     def __init__(self, dataset, loader, rows=None):

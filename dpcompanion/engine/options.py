@@ -48,7 +48,7 @@ class Settings:
 
         Raises:
             ValueError: for `people` without `at_most`, of another number of items, or in a mode
-            that cannot take them.
+                that cannot take them.
         """
         rows, people, at_most = len(cast(Sized, loader.dataset)), self.people, self.at_most
         given = isinstance(people, Ownership)

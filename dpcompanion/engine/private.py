@@ -161,7 +161,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         Args:
             module: the model, which must treat examples one by one.
             optimizer: a torch.optim optimizer of all trainable parameters of the module; freeze the
-            others beforehand.
+                others beforehand.
             data_loader: of a map-style data set. It says the mean rate, 1 / len(data_loader), and
                 is replaced by one with Poisson draws, shuffled or not. Its `generator`, if it has
                 one, seeds that of the draws. Worker processes read the examples of one batch side
@@ -185,7 +185,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 every loss must come. In ghost mode it is cross entropy by default; else, without
                 one, the loop's own loss must be a standard one (`dpcompanion.engine.losses`).
             batch_first: whether inputs have the examples along their first axis, or else along
-            their second.
+                their second.
             loss_reduction: "mean" or "sum", what the loop's loss (or the criterion that is
                 returned) makes of the examples' losses. A mean is one over all of them: what
                 divides by the weights or tokens of a batch is refused at the step.
@@ -194,14 +194,14 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 whole number below 2^1024, for research: the keys are hashed from it, as in
                 `dpcompanion.training.train`: anyone who knows it can subtract the noise.
             noise_generator: in place of a seed, a `torch.Generator`: noise comes from it, draws
-            from one that it seeds.
+                from one that it seeds.
             grad_sample_mode: "hooks", "functorch", "ew" or "ghost". Small rates make empty batches,
                 which every mode takes and a loop may not leave out; with wrap_model=False the model
                 must take them itself. In "ghost" parameters are of float32 or float64.
             clipping: "flat", or "per_layer" (not in ghost mode): an example's norm for a parameter
                 is its own clip norm times the parameter's share of the mean.
             wrap_model: False leaves the module as it is and returns Opacus's hooks in its place
-            (not in "ew" mode).
+                (not in "ew" mode).
             prove: False leaves out the proof with the first batches, and takes it on your word that
                 the module treats examples one by one and uses every weight in its layer only.
             trust_loss: True leaves the loop's loss unchecked. If it is no mean (or sum) of losses
@@ -219,7 +219,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 `dpcompanion.training.by_person` gives of the same rows, which knows persons without
                 rows, too, and sums in place of means.
             at_most: with people, how many rows of a person enter a step at most; by_person says it
-            itself.
+                itself.
             unit: what one of the n is called in statements, such as "patient"; "person" by default
                 with people, else "example".
 
@@ -329,7 +329,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         Args:
             module: the model, which must treat examples one by one.
             optimizer: a torch.optim optimizer of all trainable parameters of the module; freeze the
-            others beforehand.
+                others beforehand.
             data_loader: of a map-style data set; replaced by one with Poisson draws, shuffled or
                 not. Its `generator`, if it has one, seeds that of the draws. Worker processes read
                 the examples of one batch side by side; they do not read ahead.
@@ -345,11 +345,11 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 may use the module itself, which is in evaluation mode then, and keeps nothing of
                 it.
             updates_per_epoch: measurements an epoch, above 0; from len(data_loader) on there is one
-            before each step.
+                before each step.
             criterion, seed, noise_generator, grad_sample_mode, batch_first, loss_reduction,
                 wrap_model: as in `make_private_with_budgets`.
             prove, trust_loss, people, at_most, unit: as there. A person's norm is measured at a
-            choice of their rows.
+                choice of their rows.
 
         Raises:
             ValueError: bad input; a filter of another rate or number of examples; and what would
@@ -503,7 +503,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
 
         Raises:
             ValueError: a `checkpoint_dict` of other things than numbers, text, tensors, and lists
-            and dicts of them.
+                and dicts of them.
         """
         self.accountant.look()
         if self.accountant.follower is not None and not self.accountant.follower.ranks.first:

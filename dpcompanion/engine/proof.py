@@ -71,7 +71,7 @@ class Proof:
         hooks: what Opacus made of the module.
         watched: the module that the training loop calls.
         batch_first: whether inputs have the examples along their first axis, or else along their
-        second.
+            second.
         loss_reduction: "mean" or "sum", what the loop's loss makes of the examples' losses.
         ghost: whether Opacus finds norms only.
         batch_size: called, it gives the number of examples that the loader handed out last.
@@ -456,7 +456,7 @@ class Proof:
         Args:
             rows, row: the examples of the pass, and the one of them.
             p, expected, bound: the parameter where it differs most, its gradient alone, and what
-            may differ.
+                may differ.
             said: by how much it differs, in words.
             total: the sum of what Opacus found for p, None in ghost mode.
         """

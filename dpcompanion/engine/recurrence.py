@@ -127,7 +127,7 @@ class _Recurrent(nn.Module):
         Args:
             input: (T, N, input_size), N first with batch_first; or a PackedSequence.
             hx: None, for states of 0, or (layers x directions, N, hidden_size); a pair of them for
-            an LSTM.
+                an LSTM.
 
         Raises:
             ValueError: an input without an axis of examples.

@@ -151,12 +151,12 @@ def calibrate_filter(
         sample_rate: in (0, 1].
         levels: (K,) ascending shares of the clip norm, in (0, 1].
         steps: of the run. A budget for all of them at the most expensive level is enough, and none
-        is larger.
+            is larger.
         costs: (K,) whole numbers, at least 1: what a block at each level costs; by default
-        `level_costs`.
+            `level_costs`.
         noise_multiplier: above 0, to find the budget.
         budget: to find the least noise, within a relative 1e-3; needs `costs`. One of the two must
-        be given.
+            be given.
         block: steps for which a level holds.
         progress: show a bar; by default on a terminal only.
 

@@ -279,7 +279,7 @@ class ExactFilter(NormInput):
 
         Raises:
             ValueError: levels that are none, or that some example cannot afford; nothing is
-            recorded then.
+                recorded then.
         """
         blocks = -(-_checks.whole_number("steps", steps, 1) // self.block)
         levels = torch.as_tensor(levels, dtype=torch.float64, device=self.device)

@@ -69,7 +69,7 @@ class Game:
         table: (B + 1,) upper bounds on the worst delta within each budget from 0 to B; ascending.
         interval: spacing of the grid.
         error: what the discretisation may have added to epsilon, to first order (it never
-        subtracts).
+            subtracts).
         first: index of the first grid point of `choices`.
         choices: (B + 1, points) int8, if asked for: which level to play with b left at ``(first +
             j) * interval``; -1 to leave a unit of the budget unspent.

@@ -201,7 +201,7 @@ class Discrete:
 
     Args:
         p, q: sequences of the same length that sum to 1. Where q is 0 and p is not, the loss is
-        infinite.
+            infinite.
     """
 
     def __init__(self, p, q):

@@ -269,7 +269,7 @@ class RenyiFilter(NormInput):
 
         Args:
             norms: (n,), from 0 to `max_grad_norm`: the lengths to which gradients will be clipped
-            in this step.
+                in this step.
 
         Where filter and norms are on a GPU nothing here waits for it: whose norm is refused leaves,
         and that it was is found when `epsilon` or `state_dict` is asked for.

@@ -146,7 +146,7 @@ def prove(model, loss, x, y, candidate):
     Raises:
         UnsupportedModel: a norm or a sum is wrong, or no example has a finite gradient.
         ValueError: an example's loss changes with its company, or with what the model has seen
-        before.
+            before.
     """
     with evaluating(model):
         rows = largest_gradients(model, loss, x, y, PROBED)

@@ -40,8 +40,7 @@ def per_example_loss(model: Any) -> Callable[[Any, Any], torch.Tensor]:
 
     Returns:
         A function (outputs, batch) -> (n,): of logits or an object that has them, and of labels or
-        a mapping that has
-        them as "labels".
+        a mapping that has them as "labels".
 
     Raises:
         ValueError: for a class that is not in the table above.

@@ -88,7 +88,7 @@ def budgets_for(target_epsilons: Any, n: int) -> torch.Tensor:
 
     Raises:
         ValueError: a budget that is not above 0 and finite, a wrong number of them, or shares that
-        do not add up to 1.
+            do not add up to 1.
 
     >>> budgets_for({1.0: 0.25, 8.0: 0.75}, 4)
     tensor([8., 8., 8., 1.], dtype=torch.float64)

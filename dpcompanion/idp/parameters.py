@@ -64,7 +64,7 @@ def sample_parameters(
     Args:
         target_epsilons: (P,) budgets, one number, or {budget: share}.
         counts: (P,) numbers of examples, or their shares; None with {budget: share}, or for groups
-        of one size.
+            of one size.
         target_delta: in (0, 1).
         sample_rate: the mean over the examples, in (0, 1].
         steps: of the run.
@@ -147,12 +147,12 @@ def scale_parameters(
     Args:
         target_epsilons: (P,) budgets, one number, or {budget: share}.
         counts: (P,) numbers of examples, or their shares; None with {budget: share}, or for groups
-        of one size.
+            of one size.
         target_delta: in (0, 1).
         sample_rate: of all groups, in (0, 1].
         steps: of the run.
         max_grad_norm: the clip norm of plain DP-SGD, above 0, which those of the groups have for
-        their mean.
+            their mean.
         accountant: "pld", or "rdp", the paper's, which needs more noise for the same targets.
 
     Raises:
@@ -204,12 +204,12 @@ def combined_parameters(
     Args:
         target_epsilons: (P,) budgets, one number, or {budget: share}.
         counts: (P,) numbers of examples, or their shares; None with {budget: share}, or for groups
-        of one size.
+            of one size.
         target_delta: in (0, 1).
         sample_rate: the mean over the examples, in (0, 1].
         steps: of the run.
         max_grad_norm: the clip norm of plain DP-SGD, above 0, which those of the groups have for
-        their mean.
+            their mean.
         sample_weight: w, in [0, 1]: 0 is Scale and 1 is Sample.
         accountant: "pld", or "rdp", the paper's, which needs more noise for the same targets.
 

@@ -265,7 +265,7 @@ class IndividualAccountant(NormHistory):
 
         Raises:
             ValueError: a delta outside (0, 1), or examples with different numbers of steps without
-            `unequal_steps`.
+                `unequal_steps`.
 
         >>> accountant = IndividualAccountant(
         ...     2, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=0.5
@@ -313,7 +313,7 @@ class IndividualAccountant(NormHistory):
 
         Raises:
             ValueError: as `epsilon`, and of an account that keeps no norms: one by RDP without
-            rounding.
+                rounding.
 
         >>> run = dict(sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=0.5)
         >>> accountant = IndividualAccountant(2, **run, rounding=0.5)

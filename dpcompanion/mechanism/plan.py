@@ -1,15 +1,15 @@
 r"""One description of a DP-SGD run, from which everything else is made.
 
-A step of DP-SGD (Abadi et al. 2016; for each example its own rate and norm,
-Boenisch et al. 2023) takes example :math:`i` with probability :math:`q_i`, clips its
-gradient :math:`g_i` to length :math:`C_i` and moves along
+A step of DP-SGD (Abadi et al. 2016; for each example its own rate and norm, Boenisch et al. 2023)
+takes example :math:`i` with probability :math:`q_i`, clips its gradient :math:`g_i` to length
+:math:`C_i` and moves along
 
 .. math::
     \frac{1}{\sum_i q_i}\Big(\sum_{i \in B} g_i \min(1, C_i/\lVert g_i\rVert)
     + \mathcal N(0, s^2 I)\Big), \qquad s = \sigma \cdot \operatorname{mean}_i C_i.
 
-Sampler, clip norms, noise and account all come from the plan, so they cannot
-disagree.  The divisor is the expected batch size, where the realised size would depend on the data.
+Sampler, clip norms, noise and account all come from the plan, so they cannot disagree.  The divisor
+is the expected batch size, where the realised size would depend on the data.
 
 Whom is the guarantee about?  The plan says it (`relation`), and `statement` says it in words:
 
@@ -44,8 +44,8 @@ names are those of Kairouz et al. 2021 and Ponomareva et al. 2023).
 >>> plan.relation
 'zero-out'
 
-With a clip norm for each example the noise stays one number, and the example
-with the smaller norm is hidden better:
+With a clip norm for each example the noise stays one number, and the example with the smaller norm
+is hidden better:
 
 >>> plan = DPSGDPlan(
 ...     n=4,
@@ -105,15 +105,15 @@ class DPSGDPlan:
     Args:
         n: number of examples.
         sample_rate: probability that an example enters a step; a number or one for each example,
-        (n,), in (0, 1].
+            (n,), in (0, 1].
         steps: number of steps; for E epochs, E / sample_rate of them.
         max_grad_norm: length to which a gradient is clipped; a number or one for each example,
-        (n,), above 0.
+            (n,), above 0.
         noise_multiplier: standard deviation of the noise on the sum of clipped gradients, in units
             of the mean clip norm. 0 means no noise and no privacy.
         delta: the delta at which `epsilon` is reported. A UserWarning says where it is 1/n or more.
         expected_batch_size: the divisor of the noisy sum, a public constant above 0. By default the
-        sum of the rates.
+            sum of the rates.
         relation: "zero-out" or "add-remove", see the module's text. By default "zero-out", and
             "add-remove" where `expected_batch_size` is given.
         arithmetic: "real", an account of real numbers, or "float", for a release: it counts the
@@ -247,7 +247,7 @@ class DPSGDPlan:
                 and "add-remove" where `expected_batch_size` is given.
             accountant: "pld" or "rdp".
             arithmetic: "real", an account of real numbers, or "float", for a release, which counts
-            what floats do.
+                what floats do.
             parameters: for "float", how many trainable numbers the model has.
             unit: what an example is, as in `DPSGDPlan`.
 
@@ -329,11 +329,11 @@ class DPSGDPlan:
             max_grad_norm: the mean of the examples' clip norms, above 0.
             delta: at which the targets are meant.
             sample_rate, steps: the mean of the examples' rates, in (0, 1], and the number of steps;
-            or else
+                or else
             batch_size, epochs: the mean size of a batch, in (0, n], and how often an example is
                 sampled on average (over all of them), as in `for_epsilon`.
             method: "sample", which gives larger budgets a larger sample rate, or "scale", a larger
-            clip norm.
+                clip norm.
             expected_batch_size, relation, accountant, arithmetic, parameters, unit: as in
                 `DPSGDPlan`; "scale" goes with "zero-out" alone.
 
@@ -596,7 +596,7 @@ class DPSGDPlan:
 
         Raises:
             ValueError: if `steps` exceeds the plan's, `delta` is outside (0, 1) or `accountant` is
-            unknown.
+                unknown.
         """
         steps = _checks.whole_number("steps", self.steps if steps is None else steps, 0, self.steps)
         delta = _checks.number(

@@ -274,7 +274,7 @@ class SecureStream:
             shape: of the tensor.
             std: the standard deviation before rounding, at least 0 and finite.
             grid: a power of two; `grid_of(std)` by default. Rounding adds a variance of grid^2 /
-            12.
+                12.
         """
         try:
             shape = torch.Size(shape)

@@ -285,17 +285,16 @@ def augmented_sigma(
             `sigma_intrinsic=0` this is plain output perturbation, and a guarantee if the
             sensitivity is one.
         target_epsilon, target_delta: the budget; epsilon > 0, delta in (0, 1); numbers or tensors
-        that broadcast.
+            that broadcast.
         mechanism: "analytic", or "classical", which is a bound for a target below 1 only.
 
     Returns:
         A float of numbers, else a float64 tensor of the common shape. The analytic noise is found
-        conservatively:
-        `gaussian_delta` at the total never exceeds the target.
+        conservatively: `gaussian_delta` at the total never exceeds the target.
 
     Raises:
         ValueError: an argument outside its range, an unknown mechanism, or a noise that float64 has
-        no digits for.
+            no digits for.
 
     >>> augmented_sigma(0.050, [0.0, 0.028, 0.3], target_epsilon=1, target_delta=9.62e-5)
     tensor([0.1598, 0.1573, 0.0000], dtype=torch.float64)

@@ -1,11 +1,10 @@
 r"""Thousands of small SGD runs side by side: every (neighbouring data set, seed) of a grid.
 
-The runs of Hyland and Tople 2020, section VI-A.  Example 0 is held out; data set
-:math:`S_i` is the examples 1..n with example i replaced, in its place, by example 0.
-A seed draws the initialization and a new order of the n places for each epoch.  So
-all runs of one seed walk through the same batches, which differ in one row where a
-replaced example turns up: one batched matrix product serves them all, with example
-0 as an extra row that only the runs concerned look at.
+The runs of Hyland and Tople 2020, section VI-A.  Example 0 is held out; data set :math:`S_i` is the
+examples 1..n with example i replaced, in its place, by example 0. A seed draws the initialization
+and a new order of the n places for each epoch.  So all runs of one seed walk through the same
+batches, which differ in one row where a replaced example turns up: one batched matrix product
+serves them all, with example 0 as an extra row that only the runs concerned look at.
 
 Models are those of the paper, with cross-entropy loss and plain SGD: logistic regression with a
 bias, and one hidden layer of ReLU units. Gradients of a batch are summed and divided by
@@ -87,15 +86,13 @@ def train_grid(
             step) is small beside learning_rate / B, and not counted. Without it runs are as
             reproducible, but their sensitivity has no bound.
         device: where to compute; that of the features by default. Seeds are sampled on the CPU
-        everywhere.
+            everywhere.
         progress: whether to show a bar; on a terminal by default.
 
     Returns:
         (data sets, seeds, parameters) tensor on the CPU, with a leading axis for the snapshots if
-        they are given. The
-        parameters: weights, then bias; with a hidden layer the rows (weights, bias) of its units,
-        then those of the
-        output.
+        they are given. The parameters: weights, then bias; with a hidden layer the rows (weights,
+        bias) of its units, then those of the output.
 
     Raises:
         ValueError: bad input; for logistic regression also what breaks the conditions of theorem 2:

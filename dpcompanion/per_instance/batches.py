@@ -166,7 +166,7 @@ def coupled_delta(
 
     Args:
         epsilon: at least 0, a number or (...). The others, what is returned and what is raised: see
-        `coupled_epsilon`.
+            `coupled_epsilon`.
 
     >>> coupled_delta([0.5, 1.0, 1.5], sample_rate=0.1, noise_std=1.0, epsilon=0.2)
     0.0129...

@@ -174,10 +174,9 @@ def compose(
 
     Returns:
         A float of lists of numbers, else (...) float64: nats. The mean over the runs stands in for
-        the expectation, so
-        this is an *estimate*, low on average, unless the divergences are the same in all states.
-        `log_runs_needed` says
-        why no confidence bound comes with it; `exact_composition` has one, and is smaller.
+        the expectation, so this is an *estimate*, low on average, unless the divergences are the
+        same in all states. `log_runs_needed` says why no confidence bound comes with it;
+        `exact_composition` has one, and is smaller.
 
     Raises:
         ValueError: an argument outside its range, an unknown recursion, a p with which the order of
@@ -242,9 +241,9 @@ def compose_sensitivities(
         sample_rate, noise_std: q in (0, 1] and s above 0, numbers.
         order: above 1.
         p: above 1, by default 3 x steps. The largest order, that of the first step, may not exceed
-        1024.
+            1024.
         recursion: "proof" or "statement", the order that the theorem's proof or its text gives
-        (`holder_order`).
+            (`holder_order`).
         each_step: return the contributions, (steps, ...), in place of their sum.
 
     Returns:

@@ -56,8 +56,7 @@ def log_mean_bound(
 
     Returns:
         A float of a list of numbers and a number, else (...) float64; `log_largest` where nothing
-        better holds (so
-        without any draw).
+        better holds (so without any draw).
 
     Raises:
         ValueError: draws outside the range.

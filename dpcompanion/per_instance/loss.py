@@ -112,10 +112,10 @@ def loss_divergence(
     Args:
         losses: (runs, ...) S of each run, the sum of its `step_loss`.
         log_densities: (runs, proposals, ...) G of every proposal along each run, whichever sampled
-        the run.
+            the run.
         order: :math:`\alpha`, above 1.
         shares: (proposals,) of the runs that were sampled by each, above 0, with the sum 1; equal
-        by default.
+            by default.
 
     Returns:
         A float where `losses` is a list of numbers, else (...) float64.
@@ -176,7 +176,7 @@ def loss_epsilon(
     Args:
         losses: (runs, ...) S of each run, the sum of its `step_loss`.
         log_densities: (runs, proposals, ...) G of every proposal along each run, whichever sampled
-        the run.
+            the run.
         delta: in (0, 1).
         worst_case: the uniform epsilon at this delta, by the privacy loss distribution of the whole
             run (`dpcompanion.accounting.compute_epsilon`); a number or (...).
@@ -184,21 +184,19 @@ def loss_epsilon(
             of the proposal, and m the steps times `log_mass` at the clip norm, less the steps times
             ln(1 - jumps). The upper bound cannot do without, and is `worst_case` then.
         shares: (proposals,) of the runs that were sampled by each, above 0, with the sum 1; equal
-        by default.
+            by default.
         confidence: of the interval, and of the upper bound, in (0, 1). For both directions divide
             what is missing to 1 between them, and take the larger of the two.
 
     Returns:
         An `EpsilonEstimate`. The upper bound tries epsilons that are fixed beforehand, from the
-        worst case down, and
-        stops at the first whose delta it cannot bound by `delta`; only the first that is too small
-        can do harm, so that
-        trying many costs nothing. It holds as well where runs are divided among the proposals in
-        fixed shares.
+        worst case down, and stops at the first whose delta it cannot bound by `delta`; only the
+        first that is too small can do harm, so that trying many costs nothing. It holds as well
+        where runs are divided among the proposals in fixed shares.
 
     Raises:
         ValueError: shapes that do not fit, numbers that are not finite, densities below their
-        floors.
+            floors.
 
     >>> losses = torch.tensor([1.0, 2.0, 3.0, 2.5])
     >>> masses = torch.tensor([6.0, 6.5, 6.2, 6.6])  # tilted at order 5

@@ -121,7 +121,7 @@ def proposal_log_density(
 
     Args:
         moved: (..., parameters) z, the noisy sum less that of the *other* points' clipped
-        gradients.
+            gradients.
         gradient: (..., parameters) g, x's clipped gradient at the state in which the step began.
         sample_rate, noise_std: q in (0, 1] and s above 0, numbers.
         order: a whole number of 1 or more.

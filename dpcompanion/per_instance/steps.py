@@ -70,8 +70,7 @@ def step_divergence(
 
     Returns:
         ``(*S, K)`` float64 (``S`` for a single order, a float where all are numbers): nats. The
-        proof's equation 21
-        loses the factor :math:`q^k`; the theorem has it.
+        proof's equation 21 loses the factor :math:`q^k`; the theorem has it.
 
     Raises:
         ValueError: an argument outside its range, or an unknown direction.

@@ -84,8 +84,7 @@ def tilted_counts(
 
     Returns:
         (...) int64 between 0 and `order`. Add k times the clipped gradient to the sum over a
-        Poisson batch of the
-        *other* points, and the usual noise.
+        Poisson batch of the *other* points, and the usual noise.
 
     Raises:
         ValueError: an argument outside its range.
@@ -139,10 +138,8 @@ def tilted_noise(
 
     Returns:
         (..., parameters), the noise with its component along the gradient drawn anew: from
-        :math:`N(m, s^2)` at the
-        mode m, and accepted with the probability that is left. The target is log-concave with a
-        curvature of at least
-        :math:`1/s^2`, so this is exact.
+        :math:`N(m, s^2)` at the mode m, and accepted with the probability that is left. The target
+        is log-concave with a curvature of at least :math:`1/s^2`, so this is exact.
 
     Raises:
         ValueError: an argument outside its range, or a gradient that is not finite.
@@ -254,10 +251,9 @@ def exact_composition(
 
     Returns:
         A `CompositionEstimate`. Pass divergences at several orders to
-        `dpcompanion.accounting.rdp_to_epsilon` for an
-        epsilon at the best of them; orders of 2 to 10 mostly are, and there a dozen runs fix the
-        estimate. The upper
-        bound wants more: n runs cannot exclude that a share 3/n of all would reach the worst case.
+        `dpcompanion.accounting.rdp_to_epsilon` for an epsilon at the best of them; orders of 2 to
+        10 mostly are, and there a dozen runs fix the estimate. The upper bound wants more: n runs
+        cannot exclude that a share 3/n of all would reach the worst case.
 
     Raises:
         ValueError: sums that are negative or above the worst case.

@@ -57,8 +57,7 @@ def naive_unlearning(
 
     Returns:
         A list of `Decision`, one for each request. After each, the divergence of the model's law
-        from that of
-        retraining is at most its `bound`, so at most the budget.
+        from that of retraining is at most its `bound`, so at most the budget.
 
     >>> for decision in naive_unlearning(lambda t, a: 0.01 * a, requests=4, order=2, budget=0.3):
     ...     print(

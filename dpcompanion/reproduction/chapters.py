@@ -111,7 +111,7 @@ class Chapter:
 
         Args:
             found: a record, or a dict as `both` gives, of records or lists of them; None where
-            nothing is recorded.
+                nothing is recorded.
             exhibit: whose findings; by default those of the exhibit that the record is named after.
         """
         by_kind = found if isinstance(found, Mapping) else {"": found}
@@ -150,7 +150,7 @@ class Chapter:
             live, recorded: a record, or dotted name -> number.
             keys: which rows; by default all that the paper prints.
             labels: dotted name -> what the first column says, or a function that makes that of the
-            keys.
+                keys.
             stale: whether `recorded` is stale; by default what a record's experiment says of it.
             options: of `comparison.compare`.
         """
@@ -189,7 +189,7 @@ class Chapter:
             live: a record to show beside the recorded one, or dotted name -> number or text for the
                 column of live numbers; True computes what the exhibit is judged by.
             task: what the live numbers are of, see `comparison.compare`; a record keeps them as
-            "mnist-5k.sample", say.
+                "mnist-5k.sample", say.
             keys, labels, options: see `compare`.
         """
         name = self.name(exhibit)

@@ -6,10 +6,9 @@ deviations and verdicts.
 mnist.sigma     3.42529    3.42470    close, -0.017%
 svhn.sigma      2.74658    2.74600    close, -0.021%
 
-A notebook shows the same as a Markdown table in which the three kinds of
-number carry the classes `published`, `recorded` and `live`, and verdicts
-the classes `matches`, `close`, ....  Rows hold few digits, those of the
-print, and nothing that changes between two runs of the same numbers.
+A notebook shows the same as a Markdown table in which the three kinds of number carry the classes
+`published`, `recorded` and `live`, and verdicts the classes `matches`, `close`, ....  Rows hold few
+digits, those of the print, and nothing that changes between two runs of the same numbers.
 """
 
 import dataclasses
@@ -199,14 +198,14 @@ def compare(
         live, recorded: dotted name -> number, `MeanSD`, or a list of them where the paper prints a
             list; either may be a `Record`.
         keys: which rows, in which order; all that live or recorded hold by default, in the paper's
-        order.
+            order.
         labels: dotted name -> what the first column says.
         verdicts: dotted name -> a word of `published.VERDICTS` that replaces the computed one;
             numbers that `published` knows to be wrong in the paper need none.
         points: what one percentage point is, see `published.verdict`; by default what the exhibit
-        says of each number.
+            says of each number.
         stale: whether `recorded` is stale; the heading then says so, and live numbers are judged
-        before recorded.
+            before recorded.
         stand_in: whether ours belong to another network than the paper's, or the names of those
             that do; they then stand beside the print, and the verdict says "stand-in".
         task: what the live numbers are of, such as "4,000 digits", where that is not the paper's

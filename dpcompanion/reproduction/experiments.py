@@ -4,11 +4,10 @@ exhibit's name.
     @experiment("idp-sgd/table-5", quick=Table5(), paper=Table5(), version=1)
     def table_5(config, run): ...
 
-A function gets a frozen configuration, one for each preset (`quick`: minutes on
-two cores; `paper`: the paper's own data and scale), and a `runs.Run`, through
-which it asks for data, device and resumable pieces, so that all of them end up in
-the record.  It returns values under the dotted names of the published numbers, or
-a pair (values, arrays).
+A function gets a frozen configuration, one for each preset (`quick`: minutes on two cores; `paper`:
+the paper's own data and scale), and a `runs.Run`, through which it asks for data, device and
+resumable pieces, so that all of them end up in the record.  It returns values under the dotted
+names of the published numbers, or a pair (values, arrays).
 
 An experiment declares a version, 1 by default. A change of its code, or the library's, that changes
 its numbers raises it: records of another version are stale.
@@ -19,8 +18,8 @@ its numbers raises it: records of another version are stale.
 >>> "idp-sgd/table-5" in [entry.name for entry in catalogue(folder="nowhere")]
 True
 
-`run` is what the command line calls.  Modules of papers are loaded when one
-of their experiments is asked for.
+`run` is what the command line calls.  Modules of papers are loaded when one of their experiments is
+asked for.
 """
 
 import contextlib
@@ -84,7 +83,7 @@ def experiment(name: str, *, version: int = 1, **presets: Any) -> Callable[[_Fun
     Args:
         name: the exhibit, such as "idp-sgd/table-5".
         version: of its code, 1, 2, ...: raised when a change moves its numbers, which makes its
-        records stale.
+            records stale.
         presets: preset -> frozen dataclass, one at least; a field `seeds`, or `seed` where there is
             no more than one, is what `run(seeds=...)` replaces.
     """
@@ -168,11 +167,11 @@ def ask_also(exhibit: str, *, of: str, under: str | None = None) -> None:
         exhibit: whose criteria.
         of: the experiment whose record they are judged by.
         under: the exhibit that these findings are shown with; by default the one that has the
-        criteria.
+            criteria.
 
     Raises:
         ValueError: for unknown names, and where there are no criteria yet, which comes of the order
-        of imports.
+            of imports.
     """
     published.exhibit(exhibit)
     asked = [
@@ -225,7 +224,7 @@ def findings(record: records.Record, name: str | None = None) -> Findings:
 
     Args:
         record: of the experiment that they are judged by; what was run at the scale of the paper
-        counts as recorded.
+            counts as recorded.
         name: the exhibit; by default the one that the record is named after.
     """
     rows = [
@@ -309,7 +308,7 @@ def run(
             cannot be used, for seeds, or more of them, than the experiment uses, and for a share
             without a folder.
         dpcompanion.reproduction.workers.Missing: where the pieces of other shares are not there
-        yet.
+            yet.
     """
     found = get(name)
     preset = _checks.one_of("preset", preset or default_preset(), found.presets)

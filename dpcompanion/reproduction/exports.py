@@ -32,10 +32,9 @@ def exhibits() -> dict[str, Any]:
 
     Returns:
         {"papers": each paper's id, title, authors and venue; "states": what the words mean;
-        "exhibits": for each its
-        id, title, state, the counts of its numbers and claims, the record that it is judged by (a
-        file of `results/`,
-        or None), what is missing, and its page of the book}.
+        "exhibits": for each its id, title, state, the counts of its numbers and claims, the record
+        that it is judged by (a file of `results/`, or None), what is missing, and its page of the
+        book}.
     """
     return {
         "$schema": "exhibits.schema.json",

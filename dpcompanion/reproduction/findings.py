@@ -69,7 +69,7 @@ class Findings:
     Args:
         rows: the findings.
         kind: "recorded" or "live", or one of them for each row, which the line and the rows then
-        say.
+            say.
 
     >>> found = Findings(
     ...     [Finding("Forest", "seeds move weights further than data", "98%", True)],

@@ -181,7 +181,7 @@ def unpaired(
 
     Args:
         first, second: (mean, standard deviation, number of values) each, such as a
-        `records.MeanSD`.
+            `records.MeanSD`.
 
     >>> f"{unpaired((3.0, 0.5, 10), (2.0, 0.5, 10)):.2f}"
     '1.00 (0.53 to 1.47)'
@@ -321,7 +321,7 @@ def bootstrap(
 
     Args:
         statistic: function of arrays whose last axis runs over the examples; earlier axes run over
-        resamples.
+            resamples.
         samples: arrays (n,) of the same length; the examples are sampled together from all of them.
         resamples, seed: how many, and the seed that draws them: the same every time.
 

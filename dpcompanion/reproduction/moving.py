@@ -41,7 +41,7 @@ class MovingHistogram:
 
     Raises:
         ValueError: no time, or times that differ; epsilons that are negative, not finite, or above
-        the uniform epsilon.
+            the uniform epsilon.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ def resumable(
 
     Raises:
         dpcompanion.reproduction.workers.Missing: where pieces were left to other runs, and are not
-        there.
+            there.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()

@@ -1,9 +1,9 @@
 """What the five papers print, and the rule by which a number of ours matches a printed one, is
 close or differs.
 
-The numbers lie in `papers/*/printed.toml`, one file a paper, as strings, digit for
-digit.  Here they become `Printed` numbers: floats that know how they were
-printed, and so how precise the print is.
+The numbers lie in `papers/*/printed.toml`, one file a paper, as strings, digit for digit.  Here
+they become `Printed` numbers: floats that know how they were printed, and so how precise the print
+is.
 
 >>> exhibit("idp-sgd/table-5").title
 'Hyperparameters of DP-SGD'

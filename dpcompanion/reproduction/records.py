@@ -1,9 +1,9 @@
 """Records: what a run leaves behind, with everything that is needed to trust it or to run it again.
 
-A record is one JSON file, `results/<paper>/<exhibit>.<preset>.json`: the values,
-the full configuration with its seeds, the data with their sha256, library
-versions, git commit, device, wall time and the command.  Arrays lie in an NPZ
-file beside it; see `dpcompanion.reproduction.storage` for how both are written and checked.
+A record is one JSON file, `results/<paper>/<exhibit>.<preset>.json`: the values, the full
+configuration with its seeds, the data with their sha256, library versions, git commit, device, wall
+time and the command.  Arrays lie in an NPZ file beside it; see `dpcompanion.reproduction.storage`
+for how both are written and checked.
 
 What a run takes over from earlier ones (`dpcompanion.reproduction.pieces`) is listed under `kept`,
 with their commit, versions and seconds.
@@ -12,8 +12,8 @@ A run that leaves out tasks of its configuration, for want of a GPU or of data, 
 `values` as `not_run`: ["cifar10", ...]. Such a record never counts as the whole exhibit (see
 `dpcompanion.reproduction.scoreboard`).
 
-A record is stale when its experiment now has another configuration or another
-version than the record was made with; the book then says so.
+A record is stale when its experiment now has another configuration or another version than the
+record was made with; the book then says so.
 
 >>> import tempfile
 >>> folder = tempfile.mkdtemp()
@@ -58,12 +58,12 @@ class Record:
     Attributes:
         name, preset: "idp-sgd/table-5" and "paper".
         values: what was computed, under the same dotted names as the published numbers where there
-        are such.
+            are such.
         arrays: name -> numpy array, in the NPZ file beside the record.
         config: the full configuration, seeds included.
         version: of the experiment that made it, see `experiments.experiment`.
-        data: `Dataset.provenance()` of each data set.
-        versions, commit, device, wall_time (seconds), command, created (UTC): how and when.
+        data: `Dataset.provenance()` of each data set. versions, commit, device, wall_time
+            (seconds), command, created (UTC): how and when.
         kept: what it took over from earlier runs, see `pieces.taken_over`.
     """
 

@@ -74,7 +74,7 @@ class Evidence:
     Attributes:
         exhibit: the `published.Exhibit`.
         judged_by: its own record, and those that its claims are judged by, as far as there are
-        some.
+            some.
         parts: records of runs that computed a part of it each (`published.parts`), at full length.
     """
 

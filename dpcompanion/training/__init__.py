@@ -6,9 +6,9 @@
 * `distributed`: one run on several processes;
 * `people`: `by_person`, where the unit is a person with several rows;
 * `ensembles`: `train_ensemble`, many runs side by side; `runs`: what they are;
-* `tracking`: gradient norms of examples along a run, for accounts of each example;
-  `measuring`: when they are computed;  `stepping`: a loop of one's own;
-  `following`: whether they are those of the run;
+* `tracking`: gradient norms of examples along a run, for accounts of each example; `measuring`:
+  when they are computed;  `stepping`: a loop of one's own; `following`: whether they are those of
+  the run;
 * `models`: the papers' networks.
 
 Handed on from `dpcompanion.mechanism`: `DPSGDPlan`, `PoissonSampler`, `gaussian_noise`,

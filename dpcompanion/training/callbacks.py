@@ -42,7 +42,7 @@ class History:
 
     Attributes:
         losses: mean loss of each step's examples, (steps,) float64; nan for an empty batch or a
-        step still to come.
+            step still to come.
         batch_sizes: number of examples in each step, (steps,) int64; both are where the run is.
         dropped: how many per-example gradients were not finite and so contributed nothing.
         epochs: one dict an epoch: epoch, step, loss, and what `on_epoch` returned.
@@ -136,7 +136,7 @@ class History:
 
         Args:
             delta: at which the promise of the run's filter, or of a plan with arithmetic="float",
-            is taken.
+                is taken.
 
         Raises:
             ValueError: a delta that is missing or not asked for.
@@ -357,7 +357,7 @@ class Callbacks:
     Args:
         on_step: after each step.
         on_epoch: after each epoch, and after the last step; what it returns, a dict or None, goes
-        into the history.
+            into the history.
 
     Raises:
         ValueError: for what cannot be called.

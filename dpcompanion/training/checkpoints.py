@@ -49,7 +49,7 @@ class Checkpoint:
             a seed that is used on others is warned of.
         every: steps from one writing to the next; an epoch's by default.
         stateful: {name: object} of more to save and restore, by state_dict and load_state_dict,
-        such as a scheduler.
+            such as a scheduler.
 
     Raises:
         ValueError: a path that is none, an `every` below 1, or an object without the two methods.

@@ -71,10 +71,10 @@ def train_ensemble(
             are not changed. They may draw nothing at random (no dropout).
         loss: (outputs, targets) -> (n,), such as `cross_entropy`.
         data: (x, y), tensors of n examples each, the same for all runs; no data set with items,
-        which `train` takes.
+            which `train` takes.
         plans: a `DPSGDPlan` for all runs, or R of them with the same n and steps.
         seeds: R whole numbers, for research: a run's batches and noise come from keys hashed from
-        its own.
+            its own.
         learning_rate: a number or (R,).
         momentum, weight_decay: m and w above, at least 0; the same for all runs.
         members: (R, n) booleans, who is in the data set of run r at all. Others toss their coins
@@ -94,9 +94,9 @@ def train_ensemble(
             (`Ensemble.stop`); a dict that on_epoch returns goes into `epochs`. An epoch is that of
             the first plan.
         checkpoint: a `Checkpoint`, from which the runs go on if its file exists, and which they
-        write.
+            write.
         generator_device: where to draw batches and noise. The CPU gives the same draws for every
-        device.
+            device.
         progress: show a bar; by default on a terminal only.
 
     Returns:

@@ -13,8 +13,8 @@ seed nobody can repeat them, for a model that is released; a seed makes a run re
 research. With a `Checkpoint` a run that was cut off goes on where it stopped and ends bit for bit
 where it would have ended.
 
-The history holds training losses and batch sizes.  They are not private: the
-guarantee covers the model's weights, not what is logged beside them.
+The history holds training losses and batch sizes.  They are not private: the guarantee covers the
+model's weights, not what is logged beside them.
 """
 
 import contextlib
@@ -134,9 +134,9 @@ def train(
             and may clip to less than the plan does. They must have been made with this model, loss
             and data, and are saved with the run.
         callbacks: `Callbacks`, functions of a `Run` that are called along it, and may end it
-        (`Run.stop`).
+            (`Run.stop`).
         checkpoint: a `Checkpoint`, from which the run goes on if its file exists, and which it
-        writes.
+            writes.
         generator_device: where to draw batches and noise. The CPU gives the same draws for every
             device, and several ranks take no other.
         progress: show a bar; by default on a terminal only.

@@ -1,9 +1,9 @@
 """The networks of the five papers' experiments.
 
-Each takes a `seed` and is initialised from a stream of its own: the same seed
-gives the same network whatever was sampled before, and building one draws
-nothing from PyTorch's global generator.  Inputs are (n, channels, height, width),
-outputs (n, classes) logits.  All treat examples one by one: group norm, no batch norm::
+Each takes a `seed` and is initialised from a stream of its own: the same seed gives the same
+network whatever was sampled before, and building one draws nothing from PyTorch's global generator.
+Inputs are (n, channels, height, width), outputs (n, classes) logits.  All treat examples one by
+one: group norm, no batch norm::
 
     network        data            source                                      parameters
     mnist_cnn      1 x 28 x 28     Tramer & Boneh 2021; Boenisch et al. 2023        26,010

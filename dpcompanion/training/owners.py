@@ -69,7 +69,7 @@ def owners_of(people: Any, rows: int, persons: Any = None) -> tuple[np.ndarray, 
 
     Raises:
         ValueError: for a row with no person or several, for `persons` that are not distinct or lack
-        one.
+            one.
     """
     names, owners = _coded("people", people)
     if len(owners) != rows:

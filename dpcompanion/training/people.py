@@ -99,11 +99,9 @@ def by_person(
 
     Returns:
         Data of as many examples as there are persons, with `persons`, their names (n,) in the order
-        of every account,
-        `counts`, how many rows each has, and `per_person(column)`, which makes one number a person
-        of a column of the
-        table, such as the budgets that persons consented to (ValueError for a person whose rows
-        disagree).
+        of every account, `counts`, how many rows each has, and `per_person(column)`, which makes
+        one number a person of a column of the table, such as the budgets that persons consented to
+        (ValueError for a person whose rows disagree).
 
     Raises:
         ValueError: naming the argument; for a row without a person, with several persons (a tuple

@@ -35,7 +35,7 @@ class Ensemble:
 
     Args:
         model, loss, data, plans: as in `dpcompanion.training.train_ensemble`, which makes the
-        ensemble.
+            ensemble.
         seeds, learning_rate, momentum, weight_decay, members: as there.
         performance: device, method, precision and microbatch_size.
         generator_device: as there.
@@ -49,10 +49,10 @@ class Ensemble:
             step that was not taken (yet).
         batch_sizes: (R, steps) int64.
         dropped: how many per-example gradients were not finite and so contributed nothing, (R,)
-        int64.
+            int64.
         epochs: what `on_epoch` returned, a dict each, with `epoch` and `step`.
         indices, norms: of the step just done and of each run, the examples and their gradient norms
-        before clipping.
+            before clipping.
 
     Raises:
         ValueError: plans, models, members or data that do not fit together, an argument outside its
@@ -462,8 +462,8 @@ class Ensemble:
         return max(1, min(self._size, sums.BUDGET // self.vectors.shape[1]))
 
     def _pass(self, network, rows, x, y, limits):
-        """Clipped sums of x, y (runs, examples, ...) for the runs in `rows`;
-        limits (runs, examples), None for norms."""
+        """Clipped sums of x, y (runs, examples, ...) for the runs in `rows`; limits (runs,
+        examples), None for norms."""
         limits = None if limits is None else limits.flatten()
         x, y, parameters = x.flatten(0, 1), y.flatten(0, 1), self.split(self.vectors[rows])
         if self.method == "func":

@@ -1,9 +1,9 @@
 r"""Every example's gradient norm along a run, for accounts of each example (Yu et al. 2022 and
 2023).
 
-An account charges example i at each step for a bound on its gradient's norm,
-but a step of SGD computes the norms of its own batch only.  `NormTracker` keeps :math:`Z_i`, the
-latest known norm of every example at most C, charges the example for it, and renews it
+An account charges example i at each step for a bound on its gradient's norm, but a step of SGD
+computes the norms of its own batch only.  `NormTracker` keeps :math:`Z_i`, the latest known norm of
+every example at most C, charges the example for it, and renews it
 
 * by full-batch passes, K of them an epoch, evenly spaced, the first before the first step;
 * with ``running=True``, also whenever an example is sampled (version 1 of the paper; K may be 0,
@@ -64,7 +64,7 @@ class NormTracker(OwnLoop):
         accountant: an `IndividualAccountant` of these examples; the tracker records into it, up to
             the last step when `accountant` is read. `for_plan` makes it.
         model, loss: what `train` is given: a module and (outputs, targets) -> (n,), such as
-        `cross_entropy`.
+            `cross_entropy`.
         data: (x, y) or a data set, the accountant's n examples, on any device. Where `train`
             augments a data set, this one may be the same without for an estimate; an exact account
             takes the augmented one itself.
@@ -181,7 +181,7 @@ class NormTracker(OwnLoop):
         Args:
             plan: a `DPSGDPlan` with one rate and one clip norm for all, and with noise.
             model, loss: what `train` is given: a module and (outputs, targets) -> (n,), such as
-            `cross_entropy`.
+                `cross_entropy`.
             data: (x, y) or a data set, plan.n examples, on any device; with `examples`, theirs.
             examples: (m,) distinct indices, if data are a part of what is trained on.
             budget, performance: as of the class.
@@ -274,7 +274,7 @@ class NormTracker(OwnLoop):
 
         Raises:
             ValueError: if the account is an estimate, or if there was no step or the last one has
-            not ended.
+                not ended.
         """
         if not self.exact:
             raise ValueError(
@@ -354,8 +354,7 @@ class NormTracker(OwnLoop):
 
         Returns:
             The norms to which this step must clip, (n,) float64, 0 for who takes no part; None if
-            that is C for all. A
-            copy: what is done to it changes nothing in what is allowed.
+            that is C for all. A copy: what is done to it changes nothing in what is allowed.
 
         Raises:
             ValueError: if the step before, of an exact account, has not ended.
@@ -398,7 +397,7 @@ class NormTracker(OwnLoop):
         Args:
             indices: the examples of the step, (k,), k >= 0.
             norms: of their gradients before clipping, (k,); needed for running estimates, with
-            `indices`.
+                `indices`.
             clipped: the same after clipping, (k,); needed for an exact account, with `indices`:
                 what is charged must have been enforced.
 

@@ -68,11 +68,9 @@ def mean_update_bounds(sums, sizes, gradients, *, sample_rate, noise_std, order,
 
     Returns:
         {"remove", "add": theorem 3.6 for either direction, from batches that the point enters with
-        its rate; "alone":
-        the same where it enters none, so for X = X'; "coupled": ours; "sensitivity": how far the
-        point moves the
-        update, on average}, each (points,).
-        Theorem 3.6 and ours are estimates.
+        its rate; "alone": the same where it enters none, so for X = X'; "coupled": ours;
+        "sensitivity": how far the point moves the update, on average}, each (points,). Theorem 3.6
+        and ours are estimates.
     """
     sizes, points = sizes.double()[:, None], len(gradients)
     flat = coordinates(torch.cat((sums, gradients)))
