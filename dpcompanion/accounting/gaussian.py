@@ -7,13 +7,13 @@ Noise :math:`N(0, \sigma^2)` on a value of sensitivity :math:`\Delta` costs, wit
     \varepsilon/\mu),
 
 with equality: no smaller delta holds. Several Gaussian mechanisms compose to one, their
-:math:`\mu^2` add up. The classical rule :math:`\sigma = \Delta \sqrt{2
-\ln(1.25/\delta)}/\varepsilon` is proved for epsilon below 1 only.
+:math:`\mu^2` add up. The classical rule
+:math:`\sigma = \Delta \sqrt{2 \ln(1.25/\delta)}/\varepsilon` is proved for epsilon below 1 only.
 
-The printed difference loses every digit where delta is small. With :math:`a, b = \varepsilon/\mu
-\mp \mu/2` and the Mills ratio :math:`M(x) = (1-\Phi(x))/\varphi(x)` it equals
-:math:`\varphi(a)\,(M(a) - M(b)) = \varphi(a) \int_a^b (1 - x M(x))\, dx`, whose integrand is
-positive; that is what is computed where :math:`\mu` is at most 1.
+The printed difference loses every digit where delta is small. With
+:math:`a, b = \varepsilon/\mu \mp \mu/2` and the Mills ratio :math:`M(x) = (1-\Phi(x))/\varphi(x)`
+it equals :math:`\varphi(a)\,(M(a) - M(b)) = \varphi(a) \int_a^b (1 - x M(x))\, dx`, whose integrand
+is positive; that is what is computed where :math:`\mu` is at most 1.
 """
 
 import math

@@ -49,8 +49,8 @@ things the statement lists them.
 **Where one example replaces another.** ``Ledger(..., relation="replace")`` has the same items,
 which are meant for one example that takes part or not, and composes what each costs if one example
 becomes another: the exact pair of a sampled Gaussian (`mixed.ReplacementLoss`), releases with
-`replaced` times their sensitivity, and of an (epsilon, delta) guarantee :math:`(2 \varepsilon, (1 +
-e^\varepsilon) \delta)`.
+`replaced` times their sensitivity, and of an (epsilon, delta) guarantee
+:math:`(2 \varepsilon, (1 + e^\varepsilon) \delta)`.
 
 >>> f"{Ledger([SampledGaussian(0.01, 1.1, 500)], relation='replace').epsilon(1e-5):.3f}"
 '1.6...'

@@ -66,11 +66,12 @@ class ReplacementLoss(StepLoss):
     r"""The loss of one step of the sampled Gaussian where one example replaces another, below a
     cap.
 
-    The pair is :math:`P = (1-q) N(0, \sigma^2) + q N(a, \sigma^2)` against :math:`Q = (1-q) N(0,
-    \sigma^2) + q N(-b, \sigma^2)`, which dominates every step: given who else is sampled, a step is
-    :math:`P_g = (1-q) N(0, \sigma^2 I) + q N(g, \sigma^2 I)` against :math:`P_h`, with gradients g
-    of length a and h of length b at most. Both are 1 where the clip norm is all that is known; of
-    an example whose own norm was recorded a is smaller, and b stays 1.
+    The pair is :math:`P = (1-q) N(0, \sigma^2) + q N(a, \sigma^2)` against
+    :math:`Q = (1-q) N(0, \sigma^2) + q N(-b, \sigma^2)`, which dominates every step: given who else
+    is sampled, a step is :math:`P_g = (1-q) N(0, \sigma^2 I) + q N(g, \sigma^2 I)` against
+    :math:`P_h`, with gradients g of length a and h of length b at most. Both are 1 where the clip
+    norm is all that is known; of an example whose own norm was recorded a is smaller, and b stays
+    1.
 
     Proof. Let :math:`\alpha \ge 1`. With densities over that of :math:`N(g, \sigma^2 I)`, under
     which X is standard normal after a shift, and :math:`v = (h - g) / \sigma, u = -g / \sigma`,

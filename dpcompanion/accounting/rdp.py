@@ -19,9 +19,9 @@ to 1e6 and sample rate 1e-7 to 1:
 
 * at an integer order, by the binomial sum :math:`A_\alpha - 1 = \sum_{k=2}^{\alpha}
   \binom{\alpha}{k} (1-q)^{\alpha-k} q^k (e^{(k^2-k)/2\sigma^2} - 1)`;
-* at any other order (and above 1024), by the trapezoidal rule on :math:`A_\alpha - 1 =
-  E_Q[(1+y)^\alpha - 1 - \alpha y]`, where :math:`1 + y = P/Q`: the integrand is convex in y, so
-  never negative, and analytic, so the rule converges exponentially fast.
+* at any other order (and above 1024), by the trapezoidal rule on
+  :math:`A_\alpha - 1 = E_Q[(1+y)^\alpha - 1 - \alpha y]`, where :math:`1 + y = P/Q`: the integrand
+  is convex in y, so never negative, and analytic, so the rule converges exponentially fast.
 
 Cost: about a thousand exponentials for each parameter pair and large order. Everything broadcasts,
 in float64, on the device of the tensors that come in.

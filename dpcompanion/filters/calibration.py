@@ -3,12 +3,12 @@ do.
 
 Which prices waste least? At the saddle point :math:`\lambda` of a run, Chernoff's bound on its
 delta is :math:`e^{-\lambda\varepsilon}` times the product of :math:`E[e^{\lambda L_z}]` over its
-stages. It is the same for all strategies that spend the same if, and only if, :math:`c(z) \propto
-\ln E[e^{\lambda L_z}]`: the Rényi divergence of order :math:`\lambda + 1`. No level is then a
-bargain for an attacker. `level_costs` takes these, as whole numbers, rounded up. They favour the
-full level. What all levels lose at most is least with one over the number of steps that a level
-lasts by loss distributions; with strong noise the two are nearly the same ("Exact filters" in the
-book has both).
+stages. It is the same for all strategies that spend the same if, and only if,
+:math:`c(z) \propto \ln E[e^{\lambda L_z}]`: the Rényi divergence of order :math:`\lambda + 1`. No
+level is then a bargain for an attacker. `level_costs` takes these, as whole numbers, rounded up.
+They favour the full level. What all levels lose at most is least with one over the number of steps
+that a level lasts by loss distributions; with strong noise the two are nearly the same ("Exact
+filters" in the book has both).
 
 >>> level_costs(
 ...     [0.25, 0.5, 0.75, 1.0],

@@ -1,5 +1,5 @@
-r"""Linear layers and convolutions that use a weight computed from their parameters, :math:`w' =
-f(w)`.
+r"""Linear layers and convolutions that use a weight computed from their parameters,
+:math:`w' = f(w)`.
 
 Weight standardisation, weight norm and low-rank factors are of this kind. The Jacobian :math:`J` of
 :math:`f` is the same for all examples, so an example's gradient is :math:`J^T g_i` with the
@@ -75,8 +75,8 @@ class Reparametrized(nn.Module):
     def pulled_squares(self, **parameters):
         r"""The function that takes gradients :math:`g_i` of the effective weight, (n, \*shape of
         it), to the squared norms of :math:`J^T g_i`, {name: (n,)} in float64; no smaller than they
-        are, and it may overwrite what it is given. A layer may do so without making :math:`J^T
-        g_i`.
+        are, and it may overwrite what it is given. A layer may do so without making
+        :math:`J^T g_i`.
         """
         pull_back = self.pull_back(**parameters)
         return lambda gradients: {

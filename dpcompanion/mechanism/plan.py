@@ -18,10 +18,11 @@ Whom is the guarantee about?  The plan says it (`relation`), and `statement` say
   is.
 * "add-remove": neighbours differ by one example, so n is not public, and nothing that depends on n
   may show. The divisor would: the noise is divided by it too, and its scale alone tells n from n +
-  1 after enough numbers have been seen (mu about :math:`\sqrt{2 \cdot \text{parameters} \cdot
-  \text{steps}} / n`). So this relation asks for `expected_batch_size`, a constant chosen before the
-  data were seen, as the rate and the number of steps are. For the same reason it takes one clip
-  norm for all, because the noise is measured in their mean.
+  1 after enough numbers have been seen (mu about
+  :math:`\sqrt{2 \cdot \text{parameters} \cdot \text{steps}} / n`). So this relation asks for
+  `expected_batch_size`, a constant chosen before the data were seen, as the rate and the number of
+  steps are. For the same reason it takes one clip norm for all, because the noise is measured in
+  their mean.
 
 The numbers are the same for both: an example whose gradient is zero adds nothing to any sum, so
 with the constants fixed a run with it and a run without it are the same run in distribution (the

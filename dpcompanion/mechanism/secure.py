@@ -12,10 +12,10 @@ Three laws are drawn from it without error, up to the cipher itself:
 * coins: example :math:`i` is in with probability :math:`q_i`, exactly, for every double
   :math:`q_i`. The first 64 bits of a uniform number decide unless they equal those of :math:`q_i`;
   then further bits do.
-* gaps: how many such coins of one rate come down before the next comes up, :math:`P(k \ge j) = (1 -
-  q)^j`, for as much work as there are gaps. With :math:`U` uniform, :math:`k = \lfloor \ln(1 - U) /
-  \ln(1 - q) \rfloor`; float64 decides unless the quotient lies within its error of a whole number,
-  and then more bits and exact arithmetic do.
+* gaps: how many such coins of one rate come down before the next comes up,
+  :math:`P(k \ge j) = (1 - q)^j`, for as much work as there are gaps. With :math:`U` uniform,
+  :math:`k = \lfloor \ln(1 - U) / \ln(1 - q) \rfloor`; float64 decides unless the quotient lies
+  within its error of a whole number, and then more bits and exact arithmetic do.
 * noise: the multiple of a grid :math:`g` that lies nearest to :math:`Z \sim \mathcal N(0, s^2)`.
   With :math:`T` uniform in (0, 1/2) and a random sign, :math:`|Z| = -s\,\Phi^{-1}(T)`. 64 bits of
   sign and :math:`T`, and an inverse in float64, decide the multiple unless :math:`|Z|` lies within

@@ -60,15 +60,15 @@ def coupled_divergence(
 
     .. math:: D_\alpha \le \frac{1}{\alpha - 1} \ln E_B[A(\Delta(B))]
 
-    Both data sets draw from mixtures over the same B with the same weights, and :math:`\int
-    P^\alpha Q^{1-\alpha}` is jointly convex in (P, Q): so the mixture's is at most the mean of the
-    parts'. The parts are one-dimensional Gaussians. The same with B in place of A holds for "add";
-    "remove" is never below it and serves for both.
+    Both data sets draw from mixtures over the same B with the same weights, and
+    :math:`\int P^\alpha Q^{1-\alpha}` is jointly convex in (P, Q): so the mixture's is at most the
+    mean of the parts'. The parts are one-dimensional Gaussians. The same with B in place of A holds
+    for "add"; "remove" is never below it and serves for both.
 
     Args:
         sensitivities: (batches, ...) values of :math:`\Delta(B)`, for independent batches B from
-            the sampler of the data set *without* x (for the mean rule :math:`\|g_x -
-            \operatorname{mean}(B)\| / (|B| + 1)`).
+            the sampler of the data set *without* x (for the mean rule
+            :math:`\|g_x - \operatorname{mean}(B)\| / (|B| + 1)`).
         sample_rate, noise_std: q in (0, 1] and s > 0, numbers or (...).
         order: above 1.
         max_sensitivity: a bound on :math:`\Delta(B)` for every B; needed with a confidence.
@@ -157,11 +157,12 @@ def coupled_delta(
 ) -> float | torch.Tensor:
     r"""One step of any update rule: the delta at `epsilon`, by the distribution of the sensitivity.
 
-    The hockey-stick divergence is jointly convex as well, so :math:`\delta(\varepsilon) \le
-    E_B[\delta_{\Delta(B)}(\varepsilon)]` with the exact value of the sampled Gaussian (Balle,
-    Barthe and Gaboardi 2018): for "remove" :math:`q\,\delta_G(\ln(1 + (e^\varepsilon - 1)/q))`, for
-    "add" :math:`c\,\delta_G(\ln(q e^\varepsilon/c))` with :math:`c = 1 - (1-q) e^\varepsilon`, or 0
-    where c is not positive; :math:`\delta_G` is the analytic Gaussian mechanism's. It holds where
+    The hockey-stick divergence is jointly convex as well, so
+    :math:`\delta(\varepsilon) \le E_B[\delta_{\Delta(B)}(\varepsilon)]` with the exact value of the
+    sampled Gaussian (Balle, Barthe and Gaboardi 2018): for "remove"
+    :math:`q\,\delta_G(\ln(1 + (e^\varepsilon - 1)/q))`, for "add"
+    :math:`c\,\delta_G(\ln(q e^\varepsilon/c))` with :math:`c = 1 - (1-q) e^\varepsilon`, or 0 where
+    c is not positive; :math:`\delta_G` is the analytic Gaussian mechanism's. It holds where
     corollary 3.1 does, with neither Hoelder's inequality nor a second delta.
 
     Args:
@@ -325,10 +326,10 @@ def holder_epsilon(
     proved for results below 1 only).
 
     Proof: :math:`P(M(X') \in S) \le q\,E_B[e^{\varepsilon_G} P_B] + q\delta_G + (1-q) Q` with
-    :math:`P_B = P(N(U(B)) \in S)` and Q its mean. Hoelder's inequality and :math:`P_B^{p/(p-1)} \le
-    P_B` make the first term at most :math:`a_p Q^{1-1/p}`. Either that is at most :math:`\delta'`;
-    or :math:`Q^{-1/p} < (a_p/\delta')^{1/(p-1)}`, and then it is at most :math:`a_p^{p/(p-1)}
-    \delta'^{-1/(p-1)} Q`.
+    :math:`P_B = P(N(U(B)) \in S)` and Q its mean. Hoelder's inequality and
+    :math:`P_B^{p/(p-1)} \le P_B` make the first term at most :math:`a_p Q^{1-1/p}`. Either that is
+    at most :math:`\delta'`; or :math:`Q^{-1/p} < (a_p/\delta')^{1/(p-1)}`, and then it is at most
+    :math:`a_p^{p/(p-1)} \delta'^{-1/(p-1)} Q`.
 
     One-sided: nothing is said of P(M(X) in S). `coupled_epsilon` is smaller and serves both sides.
 

@@ -2,8 +2,8 @@ r"""Composition by expected divergences: theorem 3.3 of Thudi et al. 2024, and f
 about it.
 
 Training passes through states :math:`\theta_1 \dots \theta_n`, and step t has the divergence
-:math:`D_\beta(t)` of order :math:`\beta`, which depends on the state before it. For every :math:`p
-> 1`, with :math:`i = n - t` steps still to come,
+:math:`D_\beta(t)` of order :math:`\beta`, which depends on the state before it. For every
+:math:`p > 1`, with :math:`i = n - t` steps still to come,
 
 .. math::
     D_\alpha \le \frac{1}{\alpha - 1} \sum_{t=1}^{n} \frac{(p-1)^i}{p^{i+1}}
@@ -14,8 +14,9 @@ where the expectation is over runs of the *first* argument of the divergence.
 
 Proof: with F the inner integral of the last step, :math:`\int X^\alpha Y^{1-\alpha} = \int
 X_{<n}^{\alpha - 1/p}\, Y_{<n}^{1-\alpha} \cdot X_{<n}^{1/p} F`. Hoelder's inequality with p/(p-1)
-and p bounds it by the same integral over one step less, of order :math:`\frac{p}{p-1}(\alpha -
-\frac1p) = g(\alpha)`, to the power (p-1)/p, times :math:`E[F^p]^{1/p}`. Repeat.
+and p bounds it by the same integral over one step less, of order
+:math:`\frac{p}{p-1}(\alpha - \frac1p) = g(\alpha)`, to the power (p-1)/p, times
+:math:`E[F^p]^{1/p}`. Repeat.
 
 The statement prints :math:`g(\alpha) = \frac{p}{p-1}\alpha - \frac1p`, larger than the proof's: a
 bound too, a looser one. Orders blow up for the *early* steps, which have many after them. With p =
@@ -85,11 +86,12 @@ def holder_order(
 
 
 def smallest_exponent(steps: int) -> float:
-    r"""Fact 3.4: the smallest p for which no order exceeds twice the first, :math:`1/(1 -
-    2^{-1/n})`, rounded up.
+    r"""Fact 3.4: the smallest p for which no order exceeds twice the first,
+    :math:`1/(1 - 2^{-1/n})`, rounded up.
 
-    :math:`g^i(\alpha) - 1 = (p/(p-1))^i (\alpha - 1)`, so that it suffices that :math:`(p/(p-1))^n
-    \le 2`. That is about :math:`1.44\,n + \frac12`; the paper's 3n does it for every n.
+    :math:`g^i(\alpha) - 1 = (p/(p-1))^i (\alpha - 1)`, so that it suffices that
+    :math:`(p/(p-1))^n \le 2`. That is about :math:`1.44\,n + \frac12`; the paper's 3n does it for
+    every n.
 
     >>> smallest_exponent(1), round(smallest_exponent(1000), 2)
     (2.0, 1443.2)
@@ -231,10 +233,10 @@ def compose_sensitivities(
 
     The same as `compose` with `step_divergence`, and never below it (mostly 1e-4 above): moments
     are read off a table of sensitivities and orders, from above. :math:`A(\Delta)` is convex in
-    :math:`\Delta^2` (its second derivative is the expectation of :math:`r^{\alpha-4} w^2 (2r^2 +
-    4(\alpha-2)rw + (\alpha-2)(\alpha-3)w^2) \ge 0` up to a factor, w being q times the likelihood
-    ratio, at most r), and its logarithm is convex in the order (Lyapunov), so that chords lie
-    above.
+    :math:`\Delta^2` (its second derivative is the expectation of
+    :math:`r^{\alpha-4} w^2 (2r^2 + 4(\alpha-2)rw + (\alpha-2)(\alpha-3)w^2) \ge 0` up to a factor,
+    w being q times the likelihood ratio, at most r), and its logarithm is convex in the order
+    (Lyapunov), so that chords lie above.
 
     Args:
         sensitivities: (steps, runs, ...) norms of the clipped gradient of each point, at least 0.

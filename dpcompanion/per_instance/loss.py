@@ -103,8 +103,8 @@ def loss_divergence(
 def loss_divergence(
     losses: Array, log_densities: Array, *, order: float, shares: Array | None = None
 ) -> float | torch.Tensor:
-    r"""The divergence of any `order` above 1 from the same runs, nats: :math:`\ln E[e^{(\alpha-1)S}
-    w] / (\alpha-1)`.
+    r"""The divergence of any `order` above 1 from the same runs, nats:
+    :math:`\ln E[e^{(\alpha-1)S} w] / (\alpha-1)`.
 
     An estimate, as that of `exact_composition`, by all runs in place of those that were tilted at
     this order.

@@ -2,10 +2,10 @@ r"""Exact composition by tilted training: no Hoelder inequality, no larger order
 
 Show the adversary, at every step, the batch of the other points (its law is the same with x and
 without, so this only adds to the view) and the noisy sum. Given the state, let g be x's clipped
-gradient, :math:`\Delta = \|g\|`, z the noisy sum less the batch's, and :math:`r(z) = 1 - q + q
-e^{\langle z, g\rangle/s^2 - \Delta^2/2s^2}` the likelihood ratio of the step. With :math:`\varphi`
-the noise's density, :math:`e^{k\langle z,g\rangle/s^2 - k\Delta^2/2s^2} \varphi(z) =
-e^{(k^2-k)\Delta^2/2s^2}\, \varphi(z - kg)`, and so
+gradient, :math:`\Delta = \|g\|`, z the noisy sum less the batch's, and
+:math:`r(z) = 1 - q + q e^{\langle z, g\rangle/s^2 - \Delta^2/2s^2}` the likelihood ratio of the
+step. With :math:`\varphi` the noise's density, :math:`e^{k\langle z,g\rangle/s^2 - k\Delta^2/2s^2}
+\varphi(z) = e^{(k^2-k)\Delta^2/2s^2}\, \varphi(z - kg)`, and so
 
 .. math:: r(z)^\alpha \varphi(z) = \sum_k \binom{\alpha}{k}(1-q)^{\alpha-k}q^k
     e^{(k^2-k)\Delta^2/2s^2}\, \varphi(z - kg)
@@ -72,8 +72,8 @@ def tilted_counts(
 ) -> torch.Tensor:
     r"""How often x enters a step of a tilted run ("remove").
 
-    k is sampled with probability :math:`\propto \binom{\alpha}{k}(1-q)^{\alpha-k}q^k
-    e^{(k^2-k)\Delta^2/2s^2}`.
+    k is sampled with probability
+    :math:`\propto \binom{\alpha}{k}(1-q)^{\alpha-k}q^k e^{(k^2-k)\Delta^2/2s^2}`.
 
     Args:
         sensitivity: (...) norm of x's clipped gradient in each run, at least 0.
@@ -122,8 +122,8 @@ def tilted_noise(
     order: float,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    r"""Noise of a step of a tilted run the other way round ("add"): the law :math:`\propto
-    r(z)^{1-\alpha} \varphi(z)`.
+    r"""Noise of a step of a tilted run the other way round ("add"): the law
+    :math:`\propto r(z)^{1-\alpha} \varphi(z)`.
 
     A trainer that can only add to a run's sum takes a plan without noise, and the whole of this
     added.
@@ -238,8 +238,8 @@ def exact_composition(
     training.
 
     Args:
-        log_masses: (runs, ...) sums over the steps of :math:`\ln A(\Delta_t)` (for "add" :math:`\ln
-            B`), along independent tilted runs of the same order and direction.
+        log_masses: (runs, ...) sums over the steps of :math:`\ln A(\Delta_t)` (for "add"
+            :math:`\ln B`), along independent tilted runs of the same order and direction.
         order: :math:`\alpha`, above 1.
         worst_case: the data-independent divergence of the run at this order, nats: the number of
             steps times `step_divergence` at the clip norm. A number or (...). The upper bound

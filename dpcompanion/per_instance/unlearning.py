@@ -48,9 +48,9 @@ def naive_unlearning(
     r"""NPIU: decide at each request whether to keep the model or to retrain.
 
     Args:
-        divergence: a function (request, order) -> a bound on :math:`D_\text{order}(A(D^{t-1}) \|
-            A(D^t))`, the direction in which the example of request t is removed; requests count
-            from 1.
+        divergence: a function (request, order) -> a bound on
+            :math:`D_\text{order}(A(D^{t-1}) \| A(D^t))`, the direction in which the example of
+            request t is removed; requests count from 1.
         requests: how many there are.
         order: :math:`\alpha`, above 1.
         budget: :math:`\beta`, at least 0.

@@ -180,11 +180,12 @@ class StandardizedConv2d(Reparametrized, nn.Conv2d):
     r"""A convolution whose weight is standardised over each output channel, with a learned gain
     (Qiao et al. 2019).
 
-    For each output channel :math:`w' = k (w - \bar w)` with :math:`k = \text{gain} / \lVert w -
-    \bar w\rVert`. The gradient of :math:`w` is then :math:`k (g - \bar g - \hat w \langle g, \hat
-    w\rangle)` and that of the gain :math:`\langle g, \hat w\rangle`, with the gradient :math:`g` of
-    :math:`w'` and :math:`\hat w` the unit vector of :math:`w - \bar w`. Where the norm is below a
-    hundredth :math:`k` is 100 gain and does not depend on :math:`w`.
+    For each output channel :math:`w' = k (w - \bar w)` with
+    :math:`k = \text{gain} / \lVert w - \bar w\rVert`. The gradient of :math:`w` is then
+    :math:`k (g - \bar g - \hat w \langle g, \hat w\rangle)` and that of the gain
+    :math:`\langle g, \hat w\rangle`, with the gradient :math:`g` of :math:`w'` and :math:`\hat w`
+    the unit vector of :math:`w - \bar w`. Where the norm is below a hundredth :math:`k` is 100 gain
+    and does not depend on :math:`w`.
     """
 
     def __init__(self, *args, **kwargs):
