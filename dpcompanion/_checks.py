@@ -50,8 +50,7 @@ def flat_doubles(name: str, value: Any) -> np.ndarray:
 
 
 def unlabelled(value: Any) -> Any:
-    """A pandas Series or DataFrame as the array of its values, in their order; anything else as it
-    is.
+    """A pandas Series or DataFrame as the array of its values, in their order; all else as it is.
 
     Labels are not positions: `torch.as_tensor` would look values up by the labels 0, 1, ..., and so
     reorder them.
@@ -115,9 +114,7 @@ def number(
 
 
 def whole_number(name: str, value: Any, low: float = 0, high: float = math.inf) -> int:
-    """`value` is one whole number (an int, or a float or array scalar without a fraction); returned
-    as int.
-    """
+    """`value` as int: one whole number (an int, or a float or array scalar without a fraction)."""
     if type(value) is int and low <= value <= high and abs(value) < 2**53:
         return value
     entries = flat_doubles(name, value)
@@ -133,9 +130,7 @@ def whole_number(name: str, value: Any, low: float = 0, high: float = math.inf) 
 
 
 def seed(name: str, value: Any) -> int:
-    """`value` is a seed: a whole number in [0, 2^1024), of which no bit is lost; returned as
-    int.
-    """
+    """`value` is a seed: a whole number in [0, 2^1024), of which no bit is lost, as int."""
     try:
         found = operator.index(value)
     except TypeError:

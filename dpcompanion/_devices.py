@@ -1,6 +1,4 @@
-"""Tensors on accelerators: whether reading a value waits for the device, and how tensors are moved
-and cast.
-"""
+"""Tensors on accelerators: whether reading a value waits, and how they are moved and cast."""
 
 import torch
 
@@ -21,9 +19,7 @@ def autocasts(device):
 
 
 def shortens_products(device):
-    """Whether matrices of float32 are multiplied in a shorter type on a device, by a setting of
-    PyTorch.
-    """
+    """Whether PyTorch is set to multiply matrices of float32 in a shorter type on a device."""
     backend = torch.backends.mkldnn if torch.device(device).type == "cpu" else torch.backends.cuda
     setting = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
     if setting is None:  # before PyTorch 2.9

@@ -101,9 +101,7 @@ _QUESTIONS = {
 
 
 class _Once(argparse.Action):
-    """An option that is given at most once, under whichever of its names: of two values one would
-    be lost.
-    """
+    """An option that is given at most once, by whichever name: of two values one would be lost."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         given = vars(namespace).setdefault("given_options", set())

@@ -1,5 +1,4 @@
-"""Logistic regression by DP-SGD as an estimator of scikit-learn, with a budget for each person
-(extra `data`).
+"""Logistic regression by DP-SGD as a scikit-learn estimator, with a budget a person (extra `data`).
 
 `DPLogisticRegression` goes where a `LogisticRegression` goes: into pipelines, `clone`,
 `cross_val_score`. It trains by a `DPSGDPlan`, from weights of zero, on columns that a

@@ -100,8 +100,7 @@ def histograms(votes: Array, weights: Array, *, classes: int) -> torch.Tensor:
 def noisy_labels(
     histogram: torch.Tensor, noise_std: float, generator: torch.Generator
 ) -> torch.Tensor:
-    """The label of each query, (queries,): the largest entry of the histogram (queries, classes)
-    with noise.
+    """Each query's label, (queries,): the largest noisy entry of the histogram (queries, classes).
 
     Raises ValueError for noise that is not above 0 and finite, and for a histogram that is not of
     finite numbers.

@@ -136,8 +136,7 @@ def private_quantiles(
     start: float | None = None,
     relation: str = "add-remove",
 ) -> torch.Tensor:
-    """Quantiles of `values`, together (epsilon, delta)-private: (len(quantiles),) float64, from 0
-    to `upper`.
+    """Quantiles of `values`, together (epsilon, delta)-private: float64, from 0 to `upper`.
 
     Neighbouring relation: one value added or removed, n public; or one replaced, see
     `replacement_factor`.
@@ -253,9 +252,7 @@ class PrivateScaler:
         )
 
     def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
-        """What `accounting.Ledger.add` counts: a Gaussian mechanism, exactly, for a public number
-        of rows.
-        """
+        """What `Ledger.add` counts: a Gaussian mechanism, exactly, for a public number of rows."""
         check_no_delta(delta)
         replaced = _SCALER["replace"] / _SCALER["add-remove"]
         longer = _SCALER[self.relation] / _SCALER["add-remove"]
@@ -358,8 +355,7 @@ def _bounds(name, value, d):
 
 
 def split(epsilon: float, delta: float, parts: int) -> float:
-    """The epsilon of each of `parts` releases of this module that are together (epsilon,
-    delta)-private.
+    """The epsilon of each of `parts` releases that are together (epsilon, delta)-private.
 
     Each runs with the same `delta` and the same relation, which is that of the whole. Raises
     ValueError where a share of epsilon would be 0, since delta alone pays for as much.
@@ -412,8 +408,7 @@ def ledger_item(
 
 
 def replacement_factor(bins: int) -> float:
-    """How much longer than one value added is one replaced, for the curve of quantiles: from 1 to
-    sqrt(2).
+    """How much longer than one value added is one replaced, for quantiles: from 1 to sqrt(2).
 
     The replaced value leaves bin a and enters bin b, which moves :math:`L h` by the difference of
     two columns of L: :math:`\\max_{a,b} \\|L e_a - L e_b\\| / \\max_a \\|L e_a\\|`.
@@ -509,8 +504,7 @@ def _real(name, values):
 
 
 def _noisy(exact, std, generator, *, ratio, most, numbers=1):
-    """`exact` and N(0, std^2), where `std` is sensitivity / ratio for all `numbers` of the release
-    together.
+    """`exact` and N(0, std^2), where `std` is sensitivity / ratio for all `numbers` of the release.
 
     Without a generator sum and noise are added on a grid g, which moves two releases apart by
     sqrt(numbers) g more; what floats add to `exact` is less than that again. No number of `exact`
@@ -534,9 +528,7 @@ def _noisy(exact, std, generator, *, ratio, most, numbers=1):
 
 
 def _check_room(most, unit):
-    """float64 tells the multiples of `unit` apart up to `most` (and a little more, for
-    rounding).
-    """
+    """float64 tells multiples of `unit` apart up to `most` (and a little more, for rounding)."""
     if not most / unit <= MOST_CELLS / 2:
         raise ValueError(
             f"epsilon must be smaller: beside what so many values may add up to, {most:g}, noise "

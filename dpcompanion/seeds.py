@@ -57,8 +57,7 @@ def derive_seed(seed: int, *names: str | int) -> int:
 
 
 def derive_key(seed: int, *names: str | int) -> bytes:
-    """The key of 256 bits of the stream called `names`: the streams of one seed, and of two seeds,
-    are independent.
+    """The 256-bit key of the stream `names`: streams of one seed, and of two, are independent.
 
     It is the sha256 of a label, the names and all bits of the seed, each with its length before it.
 
@@ -136,9 +135,7 @@ def keyed_generator(key: bytes, device: str | torch.device = "cpu") -> torch.Gen
 
 
 def seed_torch(key: bytes, device: str | torch.device = "cpu") -> None:
-    """Give PyTorch's global generator, and that of a GPU, the state that `keyed_generator` makes of
-    a key.
-    """
+    """Give PyTorch's global generators the state that `keyed_generator` makes of a key."""
     torch.default_generator.set_state(keyed_generator(key).get_state())
     if torch.device(device).type == "cuda":
         with torch.cuda.device(device):

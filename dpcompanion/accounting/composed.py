@@ -30,8 +30,7 @@ _NEWTON = 24  # steps of Newton's method; most runs take 7
 
 @dataclass(frozen=True)
 class ComposedLoss:
-    r"""The summed privacy loss of a run, on a grid, tilted: an upper bound on the run in one
-    direction.
+    r"""The summed privacy loss of a run, on a grid, tilted: an upper bound in one direction.
 
     Attributes:
         interval: spacing h of the grid.
@@ -80,8 +79,7 @@ class ComposedLoss:
         return math.exp(self.log_delta(epsilon)[0])
 
     def epsilon(self, delta, near=None):
-        """Upper bound on epsilon at `delta` (a float in (0, 1)); 0.0 where delta covers the total
-        variation.
+        """Upper bound on epsilon at `delta` in (0, 1); 0.0 where delta covers the total variation.
 
         inf at a delta so far below that the cap on the losses alone costs more. `near` is where to
         look first, if it is known about where the answer lies.
@@ -139,9 +137,7 @@ class ComposedLoss:
         return grid, above, torch.cat((at_grid, never))
 
     def _in_its_cell(self, target):
-        """About where delta falls to exp(target): first the cell of the grid, then the point in
-        it.
-        """
+        """About where delta falls to exp(target): the cell of the grid, then the point in it."""
         grid, above, at_grid = self.log_tails()
         slack = self.log_scale + math.log(max(self.slack, 1e-300) / (1 + self.tilt))
         met = torch.logaddexp(at_grid, slack - self.tilt * grid) <= target

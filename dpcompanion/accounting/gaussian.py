@@ -107,9 +107,7 @@ def _rest_of_square(m):
 
 
 def composed_mu(steps, noise_multiplier):
-    """The mu of so many full batches, rounded up: far out delta changes mu times as much as mu
-    does, relatively.
-    """
+    """The mu of so many full batches, rounded up: far out delta changes mu times as much as mu."""
     return math.sqrt(steps) / noise_multiplier * (1 + 2.0**-51)
 
 

@@ -173,9 +173,7 @@ def total_steps(counts):
 
 
 def epsilons_in_one_direction(counts, levels, steps, delta):
-    """Epsilon of histories, counts (n, levels); `steps` are those at the nodes of the levels, by
-    sensitivity.
-    """
+    """Epsilon of histories, counts (n, levels); `steps` at the levels' nodes, by sensitivity."""
     total = total_steps(counts)
     spread = math.sqrt(float(total.max())) * max(step.std for step in steps.values())
     narrow = min(step.std for step in steps.values())
@@ -241,8 +239,7 @@ def epsilons_in_one_direction(counts, levels, steps, delta):
 
 
 def _least(counts, table, value):
-    """The least of `value` over the columns of a table, and which column it is, for each history
-    (n,).
+    """The least of `value` over the columns of a table, and its column, for each history (n,).
 
     `value` gets some histories' moments (m, k), which histories they are and which columns. Some
     histories are asked about all columns, the others about those in between which these have their
@@ -381,9 +378,7 @@ def _transforms(levels, steps, size, interval, tilt):
 
 
 def _window(counts, levels, steps, tilt, interval):
-    """Ends between which all tilted sums on the grid lie but for a small mass, and that mass (as in
-    `pld`).
-    """
+    """Ends of all tilted sums on the grid but for a small mass, and that mass (as in `pld`)."""
     here = torch.tensor([tilt], dtype=torch.float64)
     base = levels.blend(torch.stack([step.log_mgf(here) for step in steps]))
     # Of a mixture somewhat less than its own, which only chooses where to look.
@@ -474,9 +469,7 @@ def _lost(tilt, interval):
 
 
 def _read_off(deltas, grid, delta):
-    """The least epsilon at which the chords of delta over exp(epsilon) reach the target; inf where
-    none does.
-    """
+    """The least epsilon where chords of delta over exp(epsilon) reach the target; else inf."""
     met = deltas <= delta
     index = met.double().argmax(dim=1)
     never = ~met.any(dim=1)

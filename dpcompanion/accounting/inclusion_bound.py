@@ -54,9 +54,7 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta):
 
 
 def _draws(sample_rate, steps, spare):
-    """Numbers of draws, the probability of each group up to it, and a bound on the probability of
-    more.
-    """
+    """Numbers of draws, the probability of each group up to it, and a bound on that of more."""
     # By bisection: SciPy's own inverse takes one minus `spare`, which of 1e-16 and less is one, and
     # says all steps.
     most = bisect_left(

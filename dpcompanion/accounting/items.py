@@ -1,5 +1,4 @@
-r"""What a ledger holds: mechanisms that were run on people's data, and what each person's part of
-them costs.
+r"""What a ledger holds: mechanisms run on people's data, and what each person's part costs.
 
 Four kinds of items describe one mechanism for all: `SampledGaussian`, `Gaussian`, `Laplace`,
 `Guarantee`. All are meant for one example that takes part or not, and a `LedgerEntry` says what
@@ -389,9 +388,7 @@ class HasLedgerEntry(Protocol):
     """What can be added to a ledger: it says what it cost."""
 
     def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
-        """The entry; of what is promised at one delta only, that at `delta` (ValueError where it is
-        missing).
-        """
+        """The entry; of a promise at one delta only, that at `delta` (ValueError if missing)."""
         ...
 
 

@@ -179,9 +179,7 @@ class Ledger:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """What the items call one example, each word once, in their order; "example" where there is
-        no item.
-        """
+        """What the items call one example, each word once, in order; "example" without items."""
         return tuple(dict.fromkeys(entry.unit for entry in self._entries)) or ("example",)
 
     def add(
@@ -434,8 +432,7 @@ class Ledger:
         return math.fsum(parts) * (1 + 1e-12)
 
     def epsilons(self, delta: float, *, accounts: bool = True) -> torch.Tensor:
-        """Epsilon of each person at `delta`, an upper bound, (n,) float64, none above
-        `epsilon(delta)`.
+        """Each person's epsilon at `delta`, an upper bound, (n,) float64, at most `epsilon(delta)`.
 
         With `accounts`, what has an account counts for each person as it was recorded, at the norms
         of that person's own gradients: these epsilons describe what happened (output-specific),
@@ -492,9 +489,7 @@ class Ledger:
         return found.clamp(max=self.epsilon(delta))
 
     def _costs(self, entry, accounts):
-        """What each person's part in an entry costs, and (people, costs) how often; one row for all
-        alike.
-        """
+        """What each person's part costs, and (people, costs) how often; one row for all alike."""
         if self.relation == "replace" and accounts and entry.account is not None:
             found = replacement_costs(entry.item, entry.account) if entry.promised is None else None
             if found is not None:
@@ -555,9 +550,7 @@ class Ledger:
         return min(1.0, found)
 
     def _curve(self, least, nodes=_NODES):
-        """Epsilons, and logarithms of bounds on delta there, good at false positive rates down to
-        `least`.
-        """
+        """Epsilons, and log bounds on delta there, good at false positive rates down to `least`."""
         infinite = self._infinite()
         deltas = [d for d, before in zip(_DELTAS, (2.0, *_DELTAS)) if before > least] or [1e-2]
         deltas = [infinite + d * (1 - infinite) for d in deltas]
@@ -601,8 +594,7 @@ class Ledger:
         return torch.exp(log_deltas)[before]
 
     def trade_off(self, false_positive_rate: Any) -> Any:
-        """The least false negative rate of any attack with these false positive rates, a lower
-        bound.
+        """The least false negative rate of any attack at these false positive rates, a lower bound.
 
         Args:
             false_positive_rate: in [0, 1], a number or many.
@@ -631,8 +623,7 @@ class Ledger:
         )
 
     def mu(self, *, least: float = 1e-9) -> GaussianMu:
-        r"""The least mu, from above, with which the whole trade-off curve lies on or above that of
-        mu-Gaussian DP.
+        r"""The least mu, from above, of a Gaussian trade-off curve that is nowhere above this one.
 
         The bound holds at every false positive rate once `least` is added to delta, that is for all
         epsilons whose delta is at least `least`; beyond, no finite mu says anything useful of a
@@ -753,8 +744,7 @@ class Ledger:
 
     @classmethod
     def from_opacus(cls, history: Sequence[Any]) -> "Ledger":
-        """The ledger of an Opacus accountant's history: a list of (noise multiplier, sample rate,
-        steps).
+        """The ledger of an Opacus accountant's history: [(noise multiplier, sample rate, steps)].
 
         >>> Ledger.from_opacus([(1.0, 0.01, 500), (1.2, 0.02, 500)]).items[1]
         SampledGaussian(sample_rate=0.02, noise_multiplier=1.2, steps=500)
@@ -769,8 +759,7 @@ class Ledger:
         return cls([SampledGaussian(rate, noise, steps) for noise, rate, steps in rows])
 
     def to_dp_event(self) -> Any:
-        """The ledger as an event of Google's dp-accounting (which must be installed), for its own
-        accountants.
+        """The ledger as an event of Google's dp-accounting (to be installed), for its accountants.
 
         Raises:
             ValueError: for a `Guarantee`, of which dp-accounting has no event, and for

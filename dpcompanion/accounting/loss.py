@@ -41,8 +41,7 @@ def smooth_length(q, sigma):
 
 
 class StepLoss:
-    """The privacy loss of one step below a cap: its exact moments, and its discretised and tilted
-    distribution.
+    """One step's privacy loss below a cap: exact moments, and the discretised, tilted distribution.
 
     The loss exceeds the cap with the probability exp(log_capped).
     """
@@ -88,9 +87,7 @@ class StepLoss:
         return cast(float, brentq(excess, 0.0, 50 + 1 / float(self.sigma)))
 
     def _loss_and_log_density(self, t):
-        """The loss at x = sigma t, and the log density of t under the first distribution of the
-        pair.
-        """
+        """The loss at x = sigma t, and the log density of t under the pair's first distribution."""
         log_ratio = log_density_ratio(t, self.q, self.sigma)
         log_phi = -0.5 * t * t - 0.5 * math.log(2 * math.pi)
         return (log_ratio, log_phi + log_ratio) if self.remove else (-log_ratio, log_phi)

@@ -1,5 +1,4 @@
-r"""The summed privacy loss of different mechanisms: sampled Gaussians of any rate and noise, and
-releases.
+r"""The summed privacy loss of different mechanisms: sampled Gaussians of any kind, and releases.
 
 Losses of independent mechanisms add up, so on a common grid the characteristic function of the sum
 is :math:`\prod_j \varphi_j(\theta)^{n_j}`: one Fourier transform for each *kind* j, however often
@@ -63,8 +62,7 @@ class GaussianLoss(StepLoss):
 
 
 class ReplacementLoss(StepLoss):
-    r"""The loss of one step of the sampled Gaussian where one example replaces another, below a
-    cap.
+    r"""The loss of a step of the sampled Gaussian where one example replaces another, below a cap.
 
     The pair is :math:`P = (1-q) N(0, \sigma^2) + q N(a, \sigma^2)` against
     :math:`Q = (1-q) N(0, \sigma^2) + q N(-b, \sigma^2)`, which dominates every step: given who else
@@ -122,9 +120,7 @@ class ReplacementLoss(StepLoss):
         return self._t_of_equal_norms(loss) if self.other == self.sigma else self._t_by_newton(loss)
 
     def _t_by_newton(self, loss):
-        """By Newton's method from a chord of a table; its ends for losses beyond those of the
-        panels.
-        """
+        """By Newton's method from a chord of a table; its ends for losses beyond the panels."""
         low, high = self.ends
         t = torch.linspace(
             low, high, math.ceil((high - low) / (0.02 * self.scale)) + 1, dtype=torch.float64
@@ -163,9 +159,7 @@ class ReplacementLoss(StepLoss):
 
 
 class _Bounded:
-    """A loss between -most and most, whose law under the first distribution of the pair is known in
-    closed form.
-    """
+    """A loss from -most to most, whose law under the first of the pair is in closed form."""
 
     log_capped = -math.inf
 
@@ -178,15 +172,11 @@ class _Bounded:
         raise NotImplementedError
 
     def _pieces(self, interval) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses, and logarithms of their masses, none of which stands for a stretch that a grid
-        point parts.
-        """
+        """Losses and log masses, none of which stands for a stretch that a grid point parts."""
         raise NotImplementedError
 
     def tilted_variance(self, tilt):
-        """Of the tilted law: by second differences of ln E[exp(tilt L)], near enough to choose a
-        window.
-        """
+        """Of the tilted law: by second differences of ln E[exp(tilt L)], enough for a window."""
         step = 1e-3 / self.most
         low, here, high = self.log_mgf(
             tilt + step * torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)
@@ -253,9 +243,7 @@ class LaplaceLoss(_Bounded):
 
 
 class WorstLoss(_Bounded):
-    """The finite part of the worst loss under (epsilon, delta)-DP; its masses add up to 1 -
-    delta.
-    """
+    """The finite part of the worst loss under (epsilon, delta)-DP; its masses sum to 1 - delta."""
 
     def __init__(self, epsilon, delta):
         self._log_high = math.log1p(-delta) - math.log1p(math.exp(-epsilon))
@@ -304,9 +292,7 @@ class Sum:
         return tilts[reachable], self.log_mgf(tilts[reachable])
 
     def window(self, tilt):
-        """interval -> the ends between which the tilted sum on the grid lies but for 2 e^-38
-        (Chernoff's bound).
-        """
+        """interval -> ends of the tilted sum on the grid but for 2 e^-38 (Chernoff's bound)."""
         variance = sum(count * loss.tilted_variance(tilt) for loss, count in self.kinds)
         here = float(self.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
         few, many = sorted((tilt, 1 / max(math.sqrt(variance), 1e-6 / tilt)))
@@ -333,8 +319,7 @@ class Sum:
 
 
 def refined(total, epsilon, delta=None, infinite=0.0):
-    """The loss of a `Sum` near `epsilon`, or from there on to `delta`, on a grid fine enough; and
-    the epsilon.
+    """The loss of a `Sum` near `epsilon`, or on to `delta`, on a grid fine enough; and the epsilon.
 
     `infinite` is the probability of an infinite loss, which counts as delta.
     """

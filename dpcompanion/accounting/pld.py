@@ -104,8 +104,7 @@ def compose(
     direction="remove",
     interval=None,
 ):
-    r"""The privacy loss of `steps` steps, discretised so that it is accurate near `delta` or near
-    `epsilon`.
+    r"""The privacy loss of `steps` steps, discretised to be accurate near `delta` or `epsilon`.
 
     Neighbouring relation: add or remove one example. Sampler: Poisson.
 
@@ -184,9 +183,7 @@ def compose_near(
     *,
     coarse=1.0,
 ):
-    """The run's loss, accurate near `epsilon`; `delta` is about what it is there, if that is
-    known.
-    """
+    """The run's loss, accurate near `epsilon`; `delta` is about what it is there, if known."""
 
     def capped(log_delta):
         return _capped_step(sample_rate, noise_multiplier, steps, direction, log_delta)
@@ -217,9 +214,7 @@ def compose_near(
 
 
 def _refined(step, steps, epsilon, delta, interval, *, near=None, coarse=1.0):
-    """The loss of a run near `epsilon`, or from there on to `delta`, on a grid fine enough; and the
-    epsilon.
-    """
+    """A run's loss near `epsilon`, or on to `delta`, on a grid fine enough; and the epsilon."""
     slope, coarser = 0.0, math.inf
     for _ in range(4):
         loss = _compose_step(step, steps, epsilon, slope, interval, coarse)
@@ -336,9 +331,7 @@ def convolve(first, masses, steps, *, start, size):
 
 
 def chernoff_epsilon(tilts, log_mgfs, delta):
-    """The best epsilon by Chernoff's bound with the factor of Balle et al. 2020: orders are tilts +
-    1.
-    """
+    """Best epsilon by Chernoff's bound with the factor of Balle et al. 2020: order = tilt + 1."""
     epsilons = (log_mgfs - math.log(delta) - torch.log1p(tilts)) / tilts - torch.log1p(1 / tilts)
     return max(float(epsilons.min()), 0.0)
 
@@ -411,9 +404,7 @@ def _epsilon_on_grids(sample_rate, noise_multiplier, steps, delta, near, coarse)
 
 
 def delta(*, sample_rate, noise_multiplier, steps, epsilon):
-    """Delta of a run by its privacy loss distribution, the worse of both directions (scalars; see
-    `compute_delta`).
-    """
+    """Delta of a run by its privacy loss distribution, the worse of both directions (scalars)."""
     if sample_rate == 1:
         return min(
             1.0, ROUNDING * float(gaussian_delta(composed_mu(steps, noise_multiplier), epsilon))
@@ -449,8 +440,7 @@ def _is_fine(loss, epsilon):
 
 
 def _divergences(**run):
-    """Rényi divergences of a run at the default orders and at others from 1 + 1e-9 to 1000, and
-    these orders.
+    """Rényi divergences at the default orders and others from 1 + 1e-9 to 1000; the orders.
 
     Where mu^2 / 2 is most of an epsilon, the order 1 + z / mu decides, with z the quantile of
     delta.
@@ -465,8 +455,7 @@ def largest_loss_of_adding(sample_rate, steps):
 
 
 def total_variation(sample_rate, noise_multiplier, steps):
-    """A bound on the total variation of a run: as many times that of one step, or by the Hellinger
-    distance.
+    """A bound on a run's total variation: the sum of the steps', or by the Hellinger distance.
 
     With 2 c = E_Q[(sqrt(P/Q) - 1)^2], which is 1 - E_Q[sqrt(P/Q)] times 2, it is at most sqrt(1 -
     (1 - c)^(2 steps)).

@@ -122,9 +122,7 @@ def rdp_sampled_gaussian(
 
 
 def as_float64_tensors(*values: Numbers) -> tuple[torch.Tensor, ...]:
-    """The values as float64 tensors of one common shape, on the device of those that are
-    tensors.
-    """
+    """The values as float64 tensors of a common shape, on the device of those that are tensors."""
     values = tuple(map(_checks.unlabelled, values))
     device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
     return torch.broadcast_tensors(

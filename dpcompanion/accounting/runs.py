@@ -236,9 +236,7 @@ def _each(function, accountant, **values):
 
 
 def checked_run(sample_rate, noise_multiplier, steps):
-    """Rate, noise and steps of a run, in the range that float64 carries; ValueError for what is
-    none.
-    """
+    """Rate, noise and steps of a run, in the range that float64 carries; else a ValueError."""
     return (
         max(_checks.number("sample_rate", sample_rate, 0, 1, closed="right"), LEAST_RATE),
         min(
@@ -250,8 +248,7 @@ def checked_run(sample_rate, noise_multiplier, steps):
 
 
 def orders_for(noise_multiplier):
-    """The default orders and, where the noise is so large that they cost little, orders beyond
-    1024.
+    """The default orders and, where noise is so large that they cost little, orders beyond 1024.
 
     With the default orders alone a tiny divergence still costs ln(1 / (1024 delta)) / 1023,
     whatever the noise.

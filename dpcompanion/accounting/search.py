@@ -1,5 +1,4 @@
-"""Where a monotone condition begins to hold, from the side where it holds: the searches of the
-library.
+"""Where a monotone condition begins to hold, from the side where it holds: the library's searches.
 
 `crossing` takes few values of an expensive function, `crossings` does so for many side by side,
 `bisect` halves many brackets at once. All return points that were looked at and found to hold, so
@@ -39,8 +38,7 @@ def bisect(holds, *, good, bad, halvings=80):
 
 
 def crossing(excess, *, start, low, high, meets, snap=float):
-    """Where the monotone `excess` crosses zero, within `PRECISION`, on the side where it is at most
-    0.
+    """Where monotone `excess` crosses zero, within `PRECISION`, on the side where it is at most 0.
 
     For an expensive function: a bracket about `start`, then secants that are kept within it.
 
@@ -102,8 +100,7 @@ def _narrow(excess, good, bad, snap):
 
 
 def crossings(excess, *, start, low, high, precision, enough=None, slopes=None):
-    """The least y in [low, high] at which a falling function is at most 0: within `precision`, and
-    never below.
+    """The least y in [low, high] where a falling function is <= 0: within `precision`, never below.
 
     `crossing` for many searches side by side, whose function takes all of them at once.
 
@@ -176,9 +173,7 @@ def crossings(excess, *, start, low, high, precision, enough=None, slopes=None):
 
 
 def _learn(slopes, last, open_, here, value):
-    """How fast the functions fall, from the last two values of each that lie on a smooth
-    stretch.
-    """
+    """How fast the functions fall, from the last two values of each on a smooth stretch."""
     slope = (last[1, open_] - value) / (here - last[0, open_])
     smooth = (
         (slope > 0.05) & (slope < 50) & (value.abs() < 20) & ((last[1, open_] - value).abs() > 1e-3)

@@ -1,5 +1,4 @@
-r"""The price of a sweep: the best of randomly many runs (private selection; Papernot and Steinke
-2022).
+r"""A sweep's price: the best of randomly many runs (private selection; Papernot and Steinke 2022).
 
 Training with k settings and publishing the best model uses the data k times. Composed, k runs cost
 k times as many steps. Where the number of runs K is random and nothing but the best run is
@@ -73,9 +72,7 @@ class Selection:
         return float(rdp_to_delta(self.rdp, self.orders, epsilon)[0])
 
     def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
-        """The selection as (epsilon, delta) guarantee at `delta`, for `Ledger.add`; ValueError
-        without one.
-        """
+        """As (epsilon, delta) guarantee at `delta`, for `Ledger.add`; ValueError without one."""
         if delta is None:
             raise ValueError(
                 "delta must be given, at which the selection's guarantee is taken, got None"
@@ -86,8 +83,7 @@ class Selection:
 
 
 def select_best(item: Any, *, mean: float, distribution: str = "poisson") -> Selection:
-    """The cost of the best of randomly many runs of `item`, as `Selection`: `.epsilon(delta)`,
-    `.delta(epsilon)`.
+    """The cost of the best of randomly many runs of `item`: `.epsilon(delta)`, `.delta(epsilon)`.
 
     Args:
         item: one run: an item of a ledger, a plan, or a `Ledger` of all that one run does; of

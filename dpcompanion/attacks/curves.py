@@ -1,6 +1,4 @@
-"""How well scores tell members from nonmembers: ROC curves, the area below them, and one point of
-them.
-"""
+"""How well scores tell members from nonmembers: ROC curves, their area, and one point of them."""
 
 import math
 import typing
@@ -47,8 +45,7 @@ def roc(members: Array, nonmembers: Array) -> Rates:
 
 
 def auc(members: Array, nonmembers: Array, *, confidence: float = 0.95) -> Interval:
-    """The area under the ROC curve, the chance that a member scores above a nonmember, with
-    DeLong's interval.
+    """Area under the ROC curve, how often members score above nonmembers, with DeLong's interval.
 
     DeLong's variance is too small, down to 0, where scores are few or nearly all of one side lie
     above the other's. With k scores on the smaller side the true one is at most area (1 - area) /

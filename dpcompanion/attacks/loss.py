@@ -11,9 +11,7 @@ from dpcompanion.attacks.rates import clopper_pearson
 
 
 class LossThreshold(typing.NamedTuple):
-    """A loss-threshold attack: the threshold, its success on fresh examples, and on those that
-    chose it.
-    """
+    """A loss-threshold attack: the threshold, its success on fresh examples, and on its own."""
 
     threshold: float
     success: Interval

@@ -172,9 +172,7 @@ def mu_lower_bound(
 
 
 def _rates(true_positives, positives, false_positives, negatives, confidence):
-    """The least rate of right guesses and the greatest of wrong ones, which hold together with the
-    confidence.
-    """
+    """The least rate of right guesses and the greatest of wrong ones, jointly at the confidence."""
     _checks.in_interval("confidence", confidence, 0, 1, closed="neither")
     each = (1 + confidence) / 2
     bounds = (

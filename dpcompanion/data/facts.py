@@ -1,6 +1,4 @@
-"""What is publicly known of each set: classes, columns, moments, where its files come from, and
-their checksums.
-"""
+"""What is publicly known of each set: classes, columns, moments, origins and checksums of files."""
 
 DIGITS = tuple("0123456789")
 CIFAR10_CLASSES = (

@@ -56,8 +56,7 @@ class Dataset:
         return len(self.classes)
 
     def normalized(self) -> "Dataset":
-        """The same split with (x - mean) / sd for each channel, by constants that are public
-        (`PUBLIC_MOMENTS`).
+        """The same split with (x - mean) / sd a channel, by public constants (`PUBLIC_MOMENTS`).
 
         Raises ValueError for a set that has none: statistics of private data would have to be paid
         for.
@@ -89,9 +88,7 @@ class Dataset:
 
 
 def data_folder(root: str | os.PathLike[str] | None = None) -> pathlib.Path:
-    """The folder that data sets live in: `root`, else `DPCOMPANION_DATA`, else
-    `~/.cache/dpcompanion`.
-    """
+    """The folder of data sets: `root`, else `DPCOMPANION_DATA`, else `~/.cache/dpcompanion`."""
     return pathlib.Path(
         root or os.environ.get("DPCOMPANION_DATA") or "~/.cache/dpcompanion"
     ).expanduser()
@@ -182,8 +179,7 @@ def load(
 
 
 def byte_tokens(texts: Sequence[str], *, length: int = 20) -> torch.Tensor:
-    """Each text's last `length` bytes in UTF-8, with marks of start and end, as numbers: (n,
-    length) int64.
+    """Each text's last `length` bytes in UTF-8, with marks of start and end: (n, length) int64.
 
     0 fills up on the left, 1 and 2 are the marks, 3 + b is the byte b: 259 tokens in all.
 

@@ -1,6 +1,4 @@
-"""Steps that were taken; Opacus's checkpoints save and load them, with all that is needed to go
-on.
-"""
+"""Steps that were taken; Opacus's checkpoints save and load them, with all it takes to go on."""
 
 import math
 import warnings
@@ -57,9 +55,7 @@ class Accountant(IAccountant):
             )
 
     def look(self):
-        """Say what of the steps so far was left unasked
-        (`dpcompanion.engine.optimizers.Following.look`).
-        """
+        """Say what of the steps so far was left unasked (`engine.optimizers.Following.look`)."""
         if self.follower is not None:
             self.follower.look()
 

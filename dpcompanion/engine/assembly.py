@@ -21,9 +21,7 @@ from dpcompanion.training import distributed
 
 
 def _rearranged(rearrange, *, module, **options):
-    """As Opacus does, which takes what a layer noted of a batch from an empty list after a pass in
-    evaluation mode.
-    """
+    """As Opacus does, whose notes of a layer are an empty list after a pass in evaluation mode."""
     if not getattr(module, "activations", None):
         raise ValueError(
             "module must be in training mode in the forward pass of each backward pass, but "

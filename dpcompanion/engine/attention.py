@@ -1,5 +1,4 @@
-r"""Attention whose weights lie in layers that Opacus sees: `torch.nn.MultiheadAttention`, weight by
-weight.
+r"""Attention in layers that Opacus sees: `torch.nn.MultiheadAttention`, weight by weight.
 
 .. math:: \mathrm{head}_j = \mathrm{softmax}\Bigl(\tfrac{Q_j K_j^\top}{\sqrt{d}} + M\Bigr) V_j,
     \qquad \mathrm{out} = W_o\,[\mathrm{head}_1, \dots, \mathrm{head}_h] + b_o
@@ -27,8 +26,7 @@ from dpcompanion._types import Device
 
 
 class MultiheadAttention(nn.Module):
-    """`torch.nn.MultiheadAttention` for private training: the same arguments, outputs and
-    state_dict.
+    """`torch.nn.MultiheadAttention` for private training: same arguments, outputs and state_dict.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
@@ -102,9 +100,7 @@ class MultiheadAttention(nn.Module):
 
     @classmethod
     def of(cls, layer: Any) -> "MultiheadAttention":
-        """The layer that computes what a `torch.nn.MultiheadAttention` does, with copies of its
-        weights.
-        """
+        """The layer for a `torch.nn.MultiheadAttention`, with copies of its weights."""
         made = cls(
             layer.embed_dim,
             layer.num_heads,
@@ -183,9 +179,7 @@ class MultiheadAttention(nn.Module):
         return out if self.batch_first else out.transpose(0, 1), weights
 
     def _mask(self, attn_mask, key_padding_mask, q, k):
-        """What is added to the scores, (N or 1, heads or 1, L or 1, S); None if nothing is
-        masked.
-        """
+        """What is added to the scores, (N or 1, heads or 1, L or 1, S); None without masks."""
         n, length, keys = len(q), q.shape[1], k.shape[1]
         total = None
         if attn_mask is not None:
@@ -226,9 +220,7 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def _names(module):
-    """Of the three projections' weights in PyTorch's layer; None where they are one tensor
-    there.
-    """
+    """Of the three projections' weights in PyTorch's layer; None where they are one tensor."""
     same = module.kdim == module.vdim == module.embed_dim
     return None if same else [f"{name}_weight" for name in _PROJECTIONS]
 

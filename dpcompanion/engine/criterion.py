@@ -113,9 +113,7 @@ def _fixed(criterion, args, kwargs, n):
 
 
 class LossCompany:
-    """Whether an example's loss is its own: the same alone, in a part of the batch, and in another
-    order.
-    """
+    """Whether an example's loss is its own: alone, in a part of the batch, and in another order."""
 
     def __init__(self):
         self.calls = 0
@@ -193,9 +191,7 @@ class PerExampleCriterion:
             ) from error
 
     def note(self, args, kwargs, losses):
-        """What the backward pass must bring, and (the first times, and now and then) whose loss is
-        whose.
-        """
+        """What the backward pass must bring, and (at first, now and then) whose loss is whose."""
         note_call(self._watch, self.criterion, args, kwargs, losses, self.loss_reduction)
         self._company.check(self.criterion, args, kwargs, losses)
 

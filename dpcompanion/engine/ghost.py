@@ -23,9 +23,7 @@ from dpcompanion.gradients.tensors import rounded_up, tolerances
 
 
 def _check_autocast(layer, args):
-    """Of a layer in training nothing is cast: its gradients are added up in the type in which it
-    multiplies.
-    """
+    """Of a layer in training nothing is cast: gradients add up in the type of its products."""
     device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), "cpu")
     watched = layer is None or (layer.training and torch.is_grad_enabled())
     if watched and autocasts(device):

@@ -32,9 +32,7 @@ from dpcompanion.engine.outputs import map_tensors
 
 
 def embedding_grad_sample(layer, activations, backprops):
-    """Each example's gradient of an embedding, {weight: (n, rows, d)}; activations: ids (n,
-    ...).
-    """
+    """Examples' gradients of an embedding, {weight: (n, rows, d)}; activations: ids (n, ...)."""
     if not layer.weight.requires_grad:
         return {}
     ids, n, (rows, width) = activations[0].long(), len(activations[0]), layer.weight.shape
@@ -113,8 +111,7 @@ def _by_functorch(sampler, parameters, activations, backprops):
 
 
 def mend(hooks, dim=0):
-    """Opacus's hooks with what this module has in the place of its rules for layers, and with empty
-    batches.
+    """Opacus's hooks with this module's rules for layers in place of its own, and empty batches.
 
     `dim` is the axis of the examples in the module's inputs.
     """
@@ -138,9 +135,7 @@ def mend(hooks, dim=0):
 
 
 def _forward(hooks, forward, dim, *args, **kwargs):
-    """A pass; of an empty batch, which many models do not take, and PyTorch's expanded weights
-    never.
-    """
+    """A pass; of an empty batch, which many models do not take, and expanded weights never."""
     expanded = isinstance(hooks, GradSampleModuleExpandedWeights)
     if any(
         torch.is_tensor(t) and t.ndim > dim and not t.shape[dim]
@@ -272,9 +267,7 @@ def check_layers(module, mode):
 
 
 def _problem(part, mode):
-    """What is wrong with a trainable layer in a mode, with a place for its name; None if nothing is
-    known.
-    """
+    """What is wrong with a trainable layer in a mode, with a place for its name; or None."""
     other = "; use grad_sample_mode='hooks'"
     if (
         isinstance(part, nn.LayerNorm)

@@ -136,9 +136,7 @@ class IndexRecorder(Dataset):
         return together(indices) if together and indices else [self._dataset[i] for i in indices]
 
     def combined(self, gradients):
-        """Gradients of the rows that were handed out as those of the persons
-        (`RowChoice.combined`).
-        """
+        """Gradients of the rows handed out as those of the persons (`RowChoice.combined`)."""
         return self._rows.combined(gradients, self.sizes)
 
     def __getattr__(self, name):
@@ -148,8 +146,7 @@ class IndexRecorder(Dataset):
 
 
 class RowChoice:
-    """Which rows of the persons in a draw take part, at most k of each
-    (`dpcompanion.training.people`).
+    """Which rows of the persons in a draw take part, at most k of each (`training.people`).
 
     It depends on the key of the draws and on the number of the draw alone: a draw that is seen
     again, in another pass, in pieces, by the run that goes on from a checkpoint or on another rank,
@@ -221,9 +218,7 @@ class RowChoice:
 
 
 def _seed_of(stream):
-    """A number that is hashed from the key of a stream, or from the state that a generator begins
-    with.
-    """
+    """A number hashed from the key of a stream, or from the state that a generator begins with."""
     key = (
         stream.key
         if isinstance(stream, SecureStream)

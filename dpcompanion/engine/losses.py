@@ -1,5 +1,4 @@
-r"""Is the loss that the loop backpropagates a mean (or a sum) of losses of which each depends on
-one example?
+r"""Is the loss that the loop backpropagates a mean (or sum) of losses of one example each?
 
 Per-example gradients are those of per-example losses. With class weights, `F.cross_entropy(outputs,
 y, weight=w)` divides by the weights of the batch; with `ignore_index` it divides by the batch's
@@ -216,9 +215,7 @@ class LossWatch:
                 self._around = True
 
     def _check_left(self):
-        """Gradients of the parameters are those that came through the outputs, as the backward pass
-        left them.
-        """
+        """Parameters' gradients are those that came through the outputs, as the pass left them."""
         if self._around:
             raise ValueError(
                 "loss must be made of the outputs of the module that the engine returned, but a "
@@ -334,9 +331,7 @@ class LossWatch:
                     )
 
     def _standard(self, output, gradient, n, count):
-        """None if a standard loss sends this gradient to the output, else what is seen, in
-        words.
-        """
+        """None if a standard loss sends the output this gradient, else what is seen, in words."""
         problems = []
         for axis in output.axes(n):
             out, own = (precise(t.movedim(axis, 0)) for t in (output.tensor, gradient))
@@ -416,9 +411,7 @@ class LossWatch:
 
 
 def _versions(p):
-    """Which tensors hold a parameter's per-example gradients, and how often they were written to;
-    None without.
-    """
+    """The tensors of a parameter's per-example gradients, and how often written to; or None."""
     found = getattr(p, "grad_sample", None)
     if found is None:
         return None
@@ -426,9 +419,7 @@ def _versions(p):
 
 
 def _sums(p):
-    """Over the examples, of a parameter's per-example gradients; NaN is left out, and compared by
-    nobody.
-    """
+    """Over the examples, of a parameter's gradients; NaN is left out, and compared by nobody."""
     found = getattr(p, "grad_sample", None)
     parts = found if isinstance(found, list) else [] if found is None else [found]
     return [t.detach().nan_to_num().sum(0) for t in parts if t.device.type != "meta"]

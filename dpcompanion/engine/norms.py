@@ -30,8 +30,7 @@ class GivenNorms:
 
 
 class GradientNorms:
-    """Called, it gives the (n,) norms of the examples' gradients, before clipping, in evaluation
-    mode.
+    """Called, it gives the examples' gradient norms, (n,), before clipping, in evaluation mode.
 
     Args:
         hooks: what Opacus made of the module.

@@ -1,6 +1,4 @@
-"""Optimizers in which each gradient meets its example's clip norm, and each draw becomes one
-step.
-"""
+"""Optimizers in which each gradient meets its example's clip norm, and each draw becomes a step."""
 
 import contextlib
 import functools
@@ -53,9 +51,7 @@ def _look_beside(following, optimizer, *_):
 
 
 class Following(DPOptimizer):
-    """What both optimizers share: each gradient meets its example's clip norm, each draw becomes
-    one step.
-    """
+    """What both optimizers share: a clip norm for each gradient, and a step for each draw."""
 
     #: Of each parameter in the clip norm, in the order of `params`, for clipping per layer.
     shares: list[float] | None = None
@@ -163,14 +159,11 @@ class Following(DPOptimizer):
                     p.grad_sample = sample
 
     def rewind(self):
-        """Before a checkpoint is loaded: draws that are no steps yet are repeated, from where it
-        says.
-        """
+        """Before a checkpoint is loaded: draws that are no steps yet are repeated from it."""
         self.draws.rewind()
 
     def states(self):
-        """What a checkpoint keeps of noise and draws; of a stream how far it has come, never its
-        key.
+        """What a checkpoint keeps of noise and draws; of a stream how far it came, never its key.
 
         A draw that was fetched and is no step yet is drawn again by the run that goes on, so that
         both give the same noise to the same draw.

@@ -16,9 +16,7 @@ from dpcompanion.training.people import Ownership, PersonItems
 
 
 class Options(TypedDict, total=False):
-    """Keywords of `make_private_with_budgets` and `make_private_with_filter`, which say what they
-    mean.
-    """
+    """Keywords of `make_private_with_budgets` and `make_private_with_filter`, explained there."""
 
     batch_first: bool
     loss_reduction: str
@@ -91,8 +89,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """The n units of privacy of a run: the items of its data set, or the persons whose rows they
-    are.
+    """A run's n units of privacy: the items of its data set, or the persons whose rows they are.
 
     Args:
         n: how many there are.

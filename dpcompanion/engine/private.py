@@ -1,6 +1,4 @@
-"""The engine itself: it checks, calibrates, and has a module, an optimizer and a loader put
-together.
-"""
+"""The engine itself: it checks, calibrates, and has module, optimizer and loader put together."""
 
 import io
 import math

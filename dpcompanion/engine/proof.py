@@ -1,5 +1,4 @@
-r"""Is each example's gradient, as Opacus finds it, its own? Proved with the examples of the first
-batches.
+r"""Is each example's gradient, as Opacus finds it, its own? Proved with the first batches.
 
 Opacus looks at layers: it multiplies what goes into a layer with the gradient that comes back to
 it. A module may do what that does not see: use a weight outside of its layer, or mix examples by a
@@ -193,9 +192,7 @@ class Proof:
         self.open, self._proved = False, batch.n if len(fit) > 1 else self._proved
 
     def _put_out(self, batch):
-        """What the first example by itself makes the module put out, drawn at random always
-        alike.
-        """
+        """What the first example alone makes the module put out, drawn at random always alike."""
         args, kwargs = batch.take([0])
         self.rows, device = 1, next(self._inner.parameters()).device
         with drawing_alike(device), self._plain(), torch.no_grad():
@@ -324,9 +321,7 @@ class Proof:
         return known
 
     def _compare(self, batch, rows, checked, parameters):
-        """Of the rows together, those that are checked must have the gradients that they have
-        alone.
-        """
+        """Of the rows together, those checked must have the gradients that they have alone."""
         # Before the pass that Opacus watches: between that and its backward pass nothing may
         # overwrite its notes.
         _, shapes, _ = self._alone(batch, checked[0], parameters)
@@ -387,9 +382,7 @@ class Proof:
         self._clear()
 
     def _check_outputs(self, batch, row, parameters, together, alone, relative):
-        """Note whether an example puts out in company what it does alone: of what is detached no
-        gradient tells.
-        """
+        """Note whether outputs in company are those alone: gradients tell of nothing detached."""
         for i, (found, (own, size)) in enumerate(zip(together, alone)):
             if found is None or not abs(found.detach() - own) > 3 * relative * size + 1e-6:
                 continue  # a number of the whole batch; or the same, or none to compare

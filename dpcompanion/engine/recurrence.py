@@ -1,5 +1,4 @@
-r"""Recurrent layers whose weights lie in layers that Opacus sees: what `torch.nn.RNN`, `LSTM` and
-`GRU` compute.
+r"""Recurrent layers made of layers that Opacus sees: `torch.nn.RNN`, `LSTM` and `GRU`.
 
 .. math:: h_t = \tanh(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh})
 
@@ -32,9 +31,7 @@ class _Cell(nn.Module):
 
 
 class _Recurrent(nn.Module):
-    """What the three share; a state is a tuple of tensors (N, hidden_size), the first of which is
-    put out.
-    """
+    """What the three share; a state is a tuple of tensors (N, hidden_size), the first put out."""
 
     kind, gates, states = nn.RNN, 1, 1
 
@@ -195,9 +192,7 @@ class _Recurrent(nn.Module):
     def step(
         self, sent: torch.Tensor, kept: torch.Tensor, state: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The next state; sent, kept: (N, gates x hidden_size), what inputs and the state before
-        give.
-        """
+        """The next state; sent, kept: (N, gates x hidden_size), what inputs and state give."""
         raise NotImplementedError
 
 
@@ -239,8 +234,7 @@ class RNN(_Recurrent):
 
 
 class LSTM(_Recurrent):
-    """`torch.nn.LSTM` for private training: the same arguments (but proj_size), outputs and
-    state_dict.
+    """`torch.nn.LSTM` for private training: same arguments (but proj_size), outputs and state_dict.
 
     >>> LSTM(3, 4, batch_first=True)(torch.zeros(2, 5, 3))[0].shape
     torch.Size([2, 5, 4])

@@ -39,9 +39,7 @@ def gradient_of(loss, out, batch):
 
 
 def fits_to(gradient, expected, bound, scale):
-    """Whether each example's gradient is the expected one, up to rounding; of what is not finite
-    none is.
-    """
+    """Whether each example's gradient is as expected, up to rounding; if not finite, none is."""
     off = gradient - expected
     # What is within the smallest bound of all is within each example's own; NaN is not.
     if (
@@ -198,8 +196,7 @@ def targets_of(batch, n):
 
 
 def standard_losses(out, gradient, batch):
-    """Losses of one example each of these outputs (n, ...) and a batch, those first that are used
-    most.
+    """Losses of one example each of these outputs (n, ...) and a batch, the most used first.
 
     `gradient` (that of the sum of the losses) shows what a target value's losses are left out by
     (`ignore_index`), and how much labels are smoothed: a value, and a number of two digits, are
@@ -325,9 +322,7 @@ def cross_entropy_gradient(outputs, targets, ignored):
 
 
 def _smoothing(out, sent, t, ignored):
-    """By how much labels are smoothed in a cross entropy that sends this, to two digits; 0 if they
-    are not.
-    """
+    """How much labels are smoothed in a cross entropy that sends this, to two digits; 0 if not."""
     k = out.shape[1]
     counted = (t != ignored) & (t >= 0) & (t < k)
     if k < 2 or not bool(counted.any()):

@@ -1,5 +1,4 @@
-r"""Prices of levels, and the largest budget or the least noise that keeps a promise whatever norms
-do.
+r"""Prices of levels, and the largest budget or least noise that keeps a promise whatever norms do.
 
 Which prices waste least? At the saddle point :math:`\lambda` of a run, Chernoff's bound on its
 delta is :math:`e^{-\lambda\varepsilon}` times the product of :math:`E[e^{\lambda L_z}]` over its
@@ -76,8 +75,7 @@ def level_costs(
     target_delta: float,
     block: int = 1,
 ) -> tuple[int, ...]:
-    """Whole costs in proportion to the Rényi divergence of each level at the order that decides at
-    the target.
+    """Whole costs in proportion to each level's Rényi divergence at the target's deciding order.
 
     Args:
         levels: (K,) ascending shares of the clip norm, in (0, 1].

@@ -1,5 +1,4 @@
-r"""A budget for each example that no run can exceed, at the price of loss distributions: the exact
-filter.
+r"""A budget for each example that no run exceeds, priced by loss distributions: the exact filter.
 
 Each example has levels, shares :math:`z_1 < \dots < z_K` of the clip norm. Before each block of m
 steps its gradient's norm decides which level it asks for (the norm, rounded up); in the block its
@@ -197,8 +196,7 @@ class ExactFilter(NormInput):
         device: Device = None,
         progress: bool | None = None,
     ) -> "ExactFilter":
-        """The filter of a run of a `dpcompanion.training.DPSGDPlan` with one rate and one clip norm
-        for all.
+        """The filter of a run of a `DPSGDPlan` with one rate and one clip norm for all.
 
         Args:
             plan: it gives the number of examples, rate, noise, clip norm, steps and delta.
@@ -321,8 +319,7 @@ class ExactFilter(NormInput):
         return self._limits.clone()  # what a caller does to it must not move the next step's
 
     def epsilon(self, delta: float, *, spent: Array | None = None) -> torch.Tensor:
-        """What is promised to each example at `delta`, before the run: (n,) float64, within a
-        relative 1e-3.
+        """Each example's promise at `delta`, before the run: (n,) float64, within a relative 1e-3.
 
         Args:
             delta: in (0, 1).

@@ -183,9 +183,7 @@ def worst_case(
 
 
 def check_costs(costs, budget, count):
-    """Whole costs of `count` levels and a budget that pays for one at least; ValueError names what
-    is wrong.
-    """
+    """Whole costs of `count` levels and a budget that pays for one at least; else a ValueError."""
     costs = [
         _checks.whole_number("costs", cost, 1, 2**53) for cost in np.asarray(costs).ravel().tolist()
     ]
@@ -227,9 +225,7 @@ def _interval(times, tilt, epsilon):
 
 
 def _ends(laws, times, interval, epsilon):
-    """The window, in grid points: where tilted paths from 0 to epsilon go, and no farther than any
-    path can.
-    """
+    """The window of tilted paths from 0 to epsilon, in grid points; no farther than any can."""
     least = min(count * min(law.first, 0) for law, count in zip(laws, times))
     most = max(count * max(law.first + len(law.masses) - 1, 0) for law, count in zip(laws, times))
     goal = math.ceil(epsilon / interval)
@@ -251,9 +247,7 @@ def _ends(laws, times, interval, epsilon):
 
 
 class _Grid(NamedTuple):
-    """The tilt of losses, and the spacing and the ends of their grid: from low to high times the
-    interval.
-    """
+    """The tilt of losses, and spacing and ends of their grid: low to high times the interval."""
 
     tilt: float
     interval: float
@@ -359,8 +353,7 @@ def adaptive_delta(
     interval: float | None = None,
     progress: bool | None = None,
 ) -> float:
-    r"""Delta at `epsilon` of a run whose norms adapt to its outputs within a budget: an upper
-    bound.
+    r"""Delta at `epsilon` of a run whose norms adapt to outputs within a budget: an upper bound.
 
     Before each block of steps the example's level z is any function of the outputs so far, and of
     the example; its gradients are clipped to z times the clip norm during the block, which costs
@@ -426,8 +419,7 @@ def play(
     block: int = 1,
     **options: Any,
 ) -> Games:
-    """The games of `adaptive_delta` in both directions, with their errors, tables and, if asked
-    for, choices.
+    """The games of `adaptive_delta` both ways, with errors, tables and, if asked for, choices.
 
     Args:
         sample_rate: in (0, 1].

@@ -63,9 +63,7 @@ class NormInput:
         return self
 
     def _checked_norms(self, norms, most=math.inf, slack=0.0):
-        """Norms from 0 to `most`, relatively at most `slack` above it, as (n,) float64 on the
-        filter's device.
-        """
+        """Norms from 0 to `most` (1 + `slack`), as (n,) float64 on the filter's device."""
         norms = torch.as_tensor(norms, dtype=torch.float64)
         if norms.shape != (self.n,):
             raise ValueError(f"norms must have shape ({self.n},), got {tuple(norms.shape)}")

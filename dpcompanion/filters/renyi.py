@@ -235,8 +235,7 @@ class RenyiFilter(NormInput):
         order: float | None = None,
         device: Device = None,
     ) -> "RenyiFilter":
-        """The filter of a run of a `dpcompanion.training.DPSGDPlan` with one rate and one clip norm
-        for all.
+        """The filter of a run of a `DPSGDPlan` with one rate and one clip norm for all.
 
         Args:
             plan: it gives the number of examples, rate, noise, clip norm and delta.
@@ -301,9 +300,7 @@ class RenyiFilter(NormInput):
         return torch.where(self._admit(norms), norms, 0)
 
     def epsilon(self, delta: float) -> torch.Tensor:
-        """The epsilon that each example's budgets guarantee at `delta`, whatever happens: (n,)
-        float64.
-        """
+        """The epsilon that each example's budgets guarantee at `delta`: (n,) float64."""
         _checks.in_interval("delta", delta, 0, 1, closed="neither")
         self._check_nothing_refused()
         return rdp_to_epsilon(self._budgets.clamp(max=1e30), self._orders, delta)[0]

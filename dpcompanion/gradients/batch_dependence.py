@@ -1,6 +1,4 @@
-"""By how much an example's gradient depends on the rest of its batch; accounting for floats assumes
-by nothing.
-"""
+"""How much a gradient depends on the rest of its batch; accounting for floats assumes none."""
 
 import torch
 

@@ -45,9 +45,7 @@ def check_data(x, y, n=None):
 
 
 def check_types(model, x):
-    """The model's trainable parameters are of one floating-point type, which inputs with a fraction
-    have too.
-    """
+    """Trainable parameters are of one floating-point type, as inputs with a fraction."""
     types = {p.dtype for p in model.parameters() if p.requires_grad}
     if len(types) > 1 or not all(dtype.is_floating_point for dtype in types):
         raise ValueError(
@@ -63,8 +61,7 @@ def check_types(model, x):
 
 
 def check_model(model):
-    """Refuse layers that mix examples or keep statistics of them, and models that are spread over
-    processes.
+    """Refuse layers that mix examples or keep statistics of them, and models spread over processes.
 
     A batch norm in evaluation mode, with statistics that it has from elsewhere, does neither: it is
     a fixed linear map.
@@ -226,9 +223,7 @@ def numbers_of(plan):
 
 
 def check_plan(plan, ours, numbers):
-    """A callback has not put another plan in the place of ours, nor other numbers into it than
-    `numbers_of` it.
-    """
+    """A callback has put no other plan in place of ours, nor other numbers than `numbers_of` it."""
     now = [torch.as_tensor(each) for each in (plan.sample_rate, plan.max_grad_norm)]
     if plan is not ours or not all(map(torch.equal, now, numbers)):
         raise ValueError(
@@ -239,9 +234,7 @@ def check_plan(plan, ours, numbers):
 
 
 def check_optimizer(optimizer, model):
-    """The optimizer holds every trainable parameter of the model, nothing of another, and needs no
-    closure.
-    """
+    """The optimizer holds the model's trainable parameters, no others, and needs no closure."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             "optimizer must be one of torch.optim, made of the model's parameters, got "

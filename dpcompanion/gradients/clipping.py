@@ -134,9 +134,7 @@ _TAKEN_BY_FUNC = (
 
 
 def _materialized(method):
-    """What `method` becomes where sums are added up in float64: whatever is added up has been
-    measured.
-    """
+    """What `method` becomes where sums are in float64: whatever is added up has been measured."""
     if method == "ghost":
         raise ValueError(
             "method must be 'auto', 'mixed' or 'func' where sums are added up in float64, got "
@@ -227,8 +225,7 @@ def gradient_norms(
     microbatch_size: int | None = None,
     precision: str | None = None,
 ) -> torch.Tensor:
-    """Norms of the gradients of the examples (x, y) over all trainable parameters, (n,); inf where
-    not finite.
+    """Gradient norms of the examples (x, y) over all trainable parameters, (n,); inf if not finite.
 
     Memory: one microbatch.
 
@@ -264,8 +261,7 @@ def gradient_norms(
 
 
 def resolve_method(model, loss, x, y, method="auto", precision=None, *, float64=False):
-    """The method that "auto" stands for: "mixed" if the model can be taken apart into layers, else
-    "func".
+    """The method that "auto" stands for: "mixed" if the model can be taken apart, else "func".
 
     Layers are trusted only if norms and sums agree with plain autograd
     (`dpcompanion.gradients.proof`) for the examples with the largest gradients of a probe of (x,
@@ -409,8 +405,7 @@ def _resolved(model, loss, x, y, precision, float64):
 
 
 def look_again(model, loss, x, y):
-    """Refuse a model or loss that is seen to mix some of the examples (x, y), without the rest of a
-    proof.
+    """Refuse a model or loss that is seen to mix some examples (x, y), without the rest of a proof.
 
     Raises:
         ValueError: as of `resolve_method`.

@@ -1,5 +1,4 @@
-"""Is an example's loss its own? The same whoever else is in the batch, and whatever the model has
-seen before.
+"""Is an example's loss its own, whoever else is in the batch, and whatever the model saw before?
 
 >>> def weighted(outputs, y):
 ...     return torch.nn.functional.cross_entropy(
@@ -100,9 +99,7 @@ def check_company(model, loss, x, y):
 
 
 def check_stateless(model, loss, x, y):
-    """Refuse a model whose loss of an example depends on what it has seen before, one example at a
-    time.
-    """
+    """Refuse a model whose loss of an example depends on what it has seen before, one by one."""
     ends = [torch.tensor([row]) for row in (0, len(x) - 1, 0)]
     first, _, again = (_losses_alike(model, loss, x, y, row) for row in ends)
     check_repeats(first, again)
@@ -151,9 +148,7 @@ def _losses_alike(model, loss, x, y, rows):
 
 
 def alike(one, other):
-    """Whether numbers of batches of one size are the same up to rounding, which is less than
-    between sizes.
-    """
+    """Whether numbers of batches of one size agree up to rounding, less than between sizes."""
     floor = tolerances(one)[1]
     largest = float(torch.nan_to_num(one, posinf=0, neginf=0).abs().max()) if one.numel() else 0.0
     return one.shape == other.shape and torch.allclose(
@@ -162,8 +157,7 @@ def alike(one, other):
 
 
 def check_loss(loss, args, losses, kwargs=None, parts=None, name="loss"):
-    """Refuse a loss that mixes examples: of a part of a batch it must give what it gives of all of
-    it.
+    """Refuse a loss that mixes examples: of a part of a batch it must give what it gives of all.
 
     The outputs of the model are given, so this costs little and is looked at in every pass. A loss
     that draws at random cannot be compared: it is left to the other proofs of `train`, and refused

@@ -295,9 +295,7 @@ class GhostReparametrized:
         return self.held.gradients if self.held else {}
 
     def hold(self):
-        """This, with gradients of the effective weight held for the sum, the very numbers that are
-        measured.
-        """
+        """This, with the effective weight's gradients held for the sum: the numbers measured."""
         self.held = _explicit_matrices(self.ghost.module, self.ghost.uses)
         self._squares, self.ghost.uses = self.squared_norms(), []
         return self
@@ -361,9 +359,7 @@ class GhostReparametrized:
         return self.ghost.rounded_on(squares, stretch) + self.ghost.bias_squares()
 
     def _squares_in_short(self, stretches):
-        """Squared norms of the gradients that `_effective` gives, or were before they were
-        rounded.
-        """
+        """Squared norms of the gradients that `_effective` gives, or were before rounding."""
         measures = [
             self.module.pulled_squares(**self._parameters(run)) for run in range(len(stretches))
         ]

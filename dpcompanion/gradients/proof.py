@@ -52,9 +52,7 @@ _LOOKED_THROUGH, PROBED, COMPARED = 64, 16, 4
 
 
 def rows_to_look_through(n):
-    """At most 64 of n rows, evenly spread: first every fourth of them, then those between, (k,)
-    int64.
-    """
+    """At most 64 of n rows, evenly spread: first every fourth, then those between, (k,) int64."""
     spread = (
         torch.linspace(0, max(n - 1, 0), min(n, _LOOKED_THROUGH), dtype=torch.float64)
         .round()
@@ -64,9 +62,7 @@ def rows_to_look_through(n):
 
 
 def probed(alone: Callable[[int], Iterable[torch.Tensor]], n: int) -> dict[int, float]:
-    """{row: norm of the gradient `alone`} of a probe spread over n examples, until 16 of these are
-    finite.
-    """
+    """{row: norm of the gradient `alone`} of a probe over n examples, until 16 are finite."""
     norms = {}
     for row in rows_to_look_through(n).tolist():
         norms[row] = float(norms_of(alone(row)).norm())
@@ -132,8 +128,7 @@ def twice(parameters, compare, rows, nearby=None):
 
 
 def prove(model, loss, x, y, candidate):
-    """Raise unless `candidate` is what plain autograd says of the examples with the largest
-    gradients.
+    """Raise unless `candidate` is what autograd says of the examples with the largest gradients.
 
     Args:
         model: a module, on the device of x; it is put into evaluation mode for the proof, and back.

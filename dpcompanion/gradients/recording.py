@@ -1,5 +1,4 @@
-"""What each trainable layer of a network was given, and the gradients that come back to what it
-gave.
+"""What each trainable layer of a network was given, and gradients that come back to what it gave.
 
 >>> model, found = torch.nn.Linear(3, 2), {}
 >>> recorder = Recorder(model)
@@ -20,9 +19,7 @@ from dpcompanion.gradients.tensors import UnsupportedModel, own_parameters
 
 
 class Recorder:
-    """Forward hooks that note, for each trainable layer, its inputs and where the gradients of its
-    outputs arrive.
-    """
+    """Forward hooks that note a trainable layer's inputs and where gradients of outputs arrive."""
 
     def __init__(self, model):
         self.uses, self._examples = {}, None

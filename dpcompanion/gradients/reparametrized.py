@@ -42,9 +42,7 @@ class Reparametrized(nn.Module):
     bias: nn.Parameter | None
 
     def effective_weight(self, **parameters):
-        """The weight that inputs meet, of the shape of an ordinary layer's, from the parameters by
-        their names.
-        """
+        """The weight that inputs meet, shaped as an ordinary layer's, from parameters by name."""
         raise NotImplementedError
 
     def weight_parameters(self, stacked=None, run=0):
@@ -84,9 +82,7 @@ class Reparametrized(nn.Module):
         }
 
     def stretch(self, **parameters) -> torch.Tensor:
-        """How many times longer :math:`J^T` makes a gradient, at most: what the power method finds,
-        doubled.
-        """
+        """How many times longer :math:`J^T` makes a gradient at most: twice the power method's."""
 
         def weight_of(parameters):
             return self.effective_weight(**parameters)
@@ -106,9 +102,7 @@ class Reparametrized(nn.Module):
         return 2 * found
 
     def ordinary(self) -> nn.Linear | nn.Conv2d:
-        """A layer with the same sizes, options and trainable bias, whose weight is an ordinary one;
-        without memory.
-        """
+        """A layer of the same sizes, options and bias with an ordinary weight; without memory."""
         kind: dict[str, Any] = {
             "bias": self.bias is not None,
             "device": "meta",

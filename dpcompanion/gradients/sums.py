@@ -192,9 +192,7 @@ def _clip(layers, squares, losses, max_grad_norm, dtype, runs, float64=False):
 
 
 def gradients_and_losses(model, loss):
-    """A function (parameters, x, y) -> ({name: (n, *shape)}, losses (n,)): explicit gradients, one
-    by one.
-    """
+    """(parameters, x, y) -> ({name: (n, *shape)}, losses (n,)): explicit gradients, one by one."""
 
     def one(parameters, x, y):
         with _dense(model):
@@ -226,9 +224,7 @@ def per_example_gradients(model, loss, x, y):
 
 
 def functional(model, loss, x, y, max_grad_norm, stacked=None, float64=False):
-    """As `layerwise`, for any model; `stacked` are the parameters of several runs, {name: (runs,
-    *shape)}.
-    """
+    """As `layerwise`, for any model; `stacked` : {name: (runs, *shape)} of several runs."""
     checks.check_arithmetic(x.device)
     if stacked is None:
         runs, (gradients, losses) = None, per_example_gradients(model, loss, x, y)

@@ -28,8 +28,7 @@ def own_parameters(module):
 
 
 def call_with(model, tensors, *inputs):
-    """model(*inputs) with `tensors`, {name: tensor}, in the place of parameters and buffers of
-    these names.
+    """model(*inputs) with `tensors`, {name: tensor}, in place of parameters and buffers.
 
     As `torch.func.functional_call`, which spoils a model that holds one module twice: it swaps the
     module's tensors twice and then puts back what it had put in. Here each module is swapped once.
@@ -50,9 +49,7 @@ def call_with(model, tensors, *inputs):
 
 
 def losses_in(precision, model, loss, x, y):
-    """The losses, with the network in `precision` ("bf16", or None for its own) and the loss in its
-    own.
-    """
+    """Losses, the network in `precision` ("bf16", or None for its own) and the loss in its own."""
     return loss(outputs_in(precision, model, x), y)
 
 
@@ -126,9 +123,7 @@ def squared_norms(tensor):
 
 
 def _squares_of_small(flat):
-    """As `squared_norms`, in float64 with each row divided by its largest entry; what underflows is
-    rounded up.
-    """
+    """As `squared_norms` in float64, each row over its largest entry; underflow is rounded up."""
     flat = flat.double()
     largest = flat.abs().amax(1, keepdim=True) if flat.shape[1] else flat.new_zeros(len(flat), 1)
     norms = largest[:, 0] * torch.linalg.vector_norm(
@@ -149,9 +144,7 @@ def rounded_up(values, dtype):
 
 
 def tolerances(values):
-    """(relative to what is compared, relative to the largest), by precision; a GPU may round to
-    TF32.
-    """
+    """(relative to what is compared, to the largest), by precision; a GPU may round to TF32."""
     if values.dtype == torch.float64 or not values.is_floating_point():
         return 1e-6, 1e-9
     if values.dtype != torch.float32 or autocasts(values.device):

@@ -77,8 +77,7 @@ def _labels(batch):
 
 
 class TokenLoss:
-    """The mean cross entropy over each example's own tokens, 0 for an example without a labelled
-    token.
+    """The mean cross entropy over each example's own tokens, 0 for one without a labelled token.
 
     Args:
         shift: whether the output at a token is about the next one.

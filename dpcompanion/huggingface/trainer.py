@@ -1,6 +1,4 @@
-"""`PersonalTrainer`: the Trainer of `transformers` whose step is one of
-`dpcompanion.training.train`.
-"""
+"""`PersonalTrainer`: the Trainer of `transformers` whose step is one of `training.train`."""
 
 import copy
 import json
@@ -96,8 +94,7 @@ def _check(args, train_dataset, privacy, options):
 
 
 class PersonalTrainer(Trainer):
-    """A `transformers.Trainer` that keeps a privacy budget for each person; see
-    `dpcompanion.huggingface`.
+    """A `transformers.Trainer` that keeps a budget for each person; see `dpcompanion.huggingface`.
 
     Args:
         model: a model of `transformers` or `peft` with a head, on one device.
@@ -256,8 +253,7 @@ class PersonalTrainer(Trainer):
         pass
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        """As `Trainer.train`, once: the plan's steps are the plan's. At the end the card is
-        written.
+        """As `Trainer.train`, once: the plan's steps are the plan's. Then the card is written.
 
         Raises:
             ValueError: for what `dpcompanion.training.train` refuses, before the first step.
@@ -281,8 +277,7 @@ class PersonalTrainer(Trainer):
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Draw persons, add up their clipped gradients and the noise, and leave the mean as the
-        parameters' gradients.
+        """Draw persons, add up clipped gradients and noise, and leave the mean as the gradients.
 
         Returns:
             The mean loss of the persons in the step, without noise; nan for an empty draw.
@@ -464,9 +459,7 @@ class PersonalTrainer(Trainer):
 
     @property
     def tracker(self) -> NormTracker | None:
-        """What follows each person's gradients, if `track` or a filter was given, from the first
-        step on.
-        """
+        """What follows each person's gradients from the first step on, with `track` or a filter."""
         return self._tracker
 
     def statement(self) -> str:

@@ -56,9 +56,7 @@ __all__ = ["budgets_for", "combined_parameters", "sample_parameters", "scale_par
 
 
 def __getattr__(name):
-    """The engine stands above this package and needs Opacus: it is imported when it is asked
-    for.
-    """
+    """The engine stands above this package and needs Opacus: it is imported when asked for."""
     if name == "IndividualizedPrivacyEngine":
         from dpcompanion.engine import IndividualizedPrivacyEngine
 

@@ -1,6 +1,4 @@
-"""The three methods: sample rates, clip norms and one noise for groups of examples with their own
-budgets.
-"""
+"""The three methods: sample rates, clip norms and one noise for groups with their own budgets."""
 
 import dataclasses
 import math
@@ -22,9 +20,7 @@ _FEWEST_DRAWS = 1e-3  # of an example in a run, on average, before a warning
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SampleParameters:
-    """One noise multiplier for all, and the sample rate of each group: `sample_rates`, (P,)
-    float64.
-    """
+    """One noise multiplier for all, and each group's sample rate: `sample_rates`, (P,) float64."""
 
     noise_multiplier: float
     sample_rates: torch.Tensor
@@ -58,8 +54,7 @@ def sample_parameters(
     accountant: str = "pld",
     noise_range: tuple[float, float] | None = None,
 ) -> SampleParameters:
-    """Sample: the noise multiplier and the groups' rates that use up each budget and have the mean
-    `sample_rate`.
+    """Sample: the noise multiplier and rates that use up each budget, of mean `sample_rate`.
 
     Args:
         target_epsilons: (P,) budgets, one number, or {budget: share}.
@@ -349,9 +344,7 @@ def _sample(groups, search, sample_rate):
 
 
 def _pooled(weights, noises, sample_rate):
-    """The logarithm of a noise multiplier at which rates that are proportional to it have a mean of
-    `sample_rate`.
-    """
+    """The log of a noise multiplier at which rates proportional to it have mean `sample_rate`."""
     log_noise = -math.log(float((weights / noises).sum()))
     if float(noises.min()) >= sample_rate * math.exp(log_noise):
         return log_noise
@@ -381,9 +374,7 @@ def _refuse_beyond(most, budgets, sample_rate):
 
 
 def _match_mean(search, budgets, weights, sample_rate, log_noise, slope, rates, *, rough=None):
-    """The noise at which the rates have a mean at or a little above `sample_rate`: secants within a
-    bracket.
-    """
+    """The noise at which the mean rate is at or just above `sample_rate`: secants in a bracket."""
     # Not `accounting.search`: this stops by how near the mean is, not the noise, and starts each
     # look from the last.
     low, high, last = -math.inf, math.inf, None

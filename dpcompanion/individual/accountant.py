@@ -1,6 +1,4 @@
-"""`IndividualAccountant`: rounds norms up to levels, counts the steps of each example, and computes
-its epsilon.
-"""
+"""`IndividualAccountant`: rounds norms up to levels, counts steps, and computes epsilons."""
 
 import math
 from typing import TYPE_CHECKING
@@ -127,8 +125,7 @@ class IndividualAccountant(NormHistory):
         accountant: str | None = None,
         device: Device = None,
     ) -> "IndividualAccountant":
-        """The accountant of a `dpcompanion.training.DPSGDPlan` with one rate and one clip norm for
-        all.
+        """The accountant of a `DPSGDPlan` with one rate and one clip norm for all.
 
         Args:
             plan: it gives sample rate, noise multiplier, clip norm and accountant.
@@ -241,17 +238,14 @@ class IndividualAccountant(NormHistory):
             self._counts.view(-1).index_add_(0, rows * len(self._levels) + level, added)
 
     def _widen(self):
-        """Counts of 32 bits where those of 16 could wrap around, or where to know it would wait for
-        the device.
-        """
+        """Counts of 32 bits where 16 could wrap around, or to know it would wait for the device."""
         if self._counts.dtype == torch.int16 and (
             self.device.type != "cpu" or self.steps > _NARROW
         ):
             self._counts = self._counts.to(torch.int32)
 
     def epsilon(self, delta: float, *, unequal_steps: bool = False) -> torch.Tensor:
-        """Epsilon of every example at `delta`, from all that has been recorded: an upper bound,
-        (n,) float64.
+        """Epsilon of every example at `delta`, from what is recorded: an upper bound, (n,) float64.
 
         None exceeds `accounting.compute_epsilon` at the clip norm, by the same accountant and for
         `steps` steps, whose grid may be the finer one.
@@ -288,9 +282,7 @@ class IndividualAccountant(NormHistory):
         return self._epsilon(delta).clamp(max=uniform)
 
     def _check_steps(self, allowing, unequal_steps):
-        """What was recorded can be accounted for; `allowing` is the call that takes unequal
-        steps.
-        """
+        """What was recorded can be accounted for; `allowing` is the call for unequal steps."""
         self._check_nothing_refused()
         fewest, most = int(self._steps.min()), int(self._steps.max())
         if fewest < most and not unequal_steps:
@@ -341,8 +333,7 @@ class IndividualAccountant(NormHistory):
         )
 
     def estimate_from_sampled(self, delta: float, *, steps: int) -> torch.Tensor:
-        r"""An ESTIMATE of every example's epsilon from a log of the norms of sampled examples, (n,)
-        float64.
+        r"""An ESTIMATE of every example's epsilon from a log of sampled norms, (n,) float64.
 
         Here `record` was called once a step with the norms of those who were sampled, as Opacus
         sees them: ``accountant.record(norms, examples=sampled)``. Whether an example is sampled at
@@ -465,9 +456,7 @@ class IndividualAccountant(NormHistory):
         return torch.tensor(found, dtype=torch.float64, device=self.device)[which]
 
     def merge(self, other: "IndividualAccountant") -> None:
-        """Add what another accountant of the same examples and parameters has recorded, as if this
-        one had.
-        """
+        """Add what another accountant of the same examples and parameters has recorded."""
         if not isinstance(other, IndividualAccountant) or other._parameters() != self._parameters():
             raise ValueError(
                 f"other must be an accountant with the parameters {self._parameters()}, got "

@@ -23,9 +23,7 @@ MOST = 2**31 - 1  # steps that a count can hold
 
 
 def _as_tensor(norms):
-    """Norms as a tensor of the precision that they have; those of lists and of whole numbers as
-    float64.
-    """
+    """Norms as a tensor of their own precision; lists and whole numbers as float64."""
     norms = _checks.unlabelled(norms)
     if isinstance(norms, (list, tuple)) and any(isinstance(norm, torch.Tensor) for norm in norms):
         norms = torch.stack([torch.as_tensor(norm) for norm in norms])
@@ -37,9 +35,7 @@ def _as_tensor(norms):
 
 
 class NormHistory:
-    """The n examples of an account, how many steps were recorded of each, and checks of what is
-    recorded next.
-    """
+    """The n examples of an account, how many steps each has, and checks of what is recorded."""
 
     def __init__(self, n, *, max_grad_norm, device):
         self.n = _checks.whole_number("n", n, 1)
@@ -147,9 +143,7 @@ class NormHistory:
             )
 
     def _add_steps(self, steps, examples):
-        """Add to the steps of each example, unless one comes to have more than its counts can
-        hold.
-        """
+        """Add to the steps of each example, unless one gets more than its counts can hold."""
         rows = slice(None) if examples is None else examples
         if examples is None:
             self._steps += steps

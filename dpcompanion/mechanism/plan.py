@@ -317,8 +317,7 @@ class DPSGDPlan:
         parameters: int | None = None,
         unit: str = "example",
     ) -> "DPSGDPlan":
-        """The plan that uses up each example's own budget (individualised DP, Boenisch et al.
-        2023).
+        """The plan that uses up each example's own budget (Boenisch et al. 2023).
 
         Many arguments, since a run can be described in epochs or steps, and batches or rates.
 
@@ -398,9 +397,7 @@ class DPSGDPlan:
         return hash((self.n, self.steps, self.noise_multiplier, self.delta, self.accountant))
 
     def _fields(self):
-        """All fields as JSON values without loss: arrays as lists, a divisor that was not given as
-        None.
-        """
+        """All fields as JSON values without loss: arrays as lists, a divisor not given as None."""
         held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if isinstance(self.expected_batch_size, _SumOfRates):
             held["expected_batch_size"] = None
@@ -440,8 +437,7 @@ class DPSGDPlan:
         )
 
     def budgets(self, target_epsilons: Any) -> torch.Tensor:
-        """The budget of each example, (n,) float64, of one number, one for each, or {budget: share}
-        (`idp.budgets_for`)."""
+        """Each example's budget, (n,) float64, of a number, one for each or {budget: share}."""
         from dpcompanion.idp import budgets_for
 
         return budgets_for(target_epsilons, self.n)
@@ -479,9 +475,7 @@ class DPSGDPlan:
 
     @property
     def noise_std(self) -> Any:
-        """Standard deviation of each coordinate of the noise on the sum: `noise_multiplier` x mean
-        clip norm.
-        """
+        """Standard deviation of the sum's noise: `noise_multiplier` x mean clip norm."""
         norm = self.max_grad_norm
         return self.noise_multiplier * (
             norm.mean().item() if isinstance(norm, torch.Tensor) else norm
@@ -688,9 +682,7 @@ def _left_of(delta: float, arithmetic: str) -> float:
 def _rate_and_steps(
     n: int, sample_rate: Any, steps: Any, batch_size: Any, epochs: Any
 ) -> tuple[float, int]:
-    """The rate and the number of steps, given as such or by the size of a batch and a number of
-    epochs.
-    """
+    """The rate and the number of steps, given as such or by batch size and epochs."""
     pairs = (
         {"sample_rate": sample_rate, "steps": steps},
         {"batch_size": batch_size, "epochs": epochs},
@@ -709,9 +701,7 @@ def _rate_and_steps(
 
 
 class _SumOfRates(float):
-    """A divisor that nobody gave: made anew when a plan is replaced, and not public where n is
-    not.
-    """
+    """A divisor that nobody gave: made anew when a plan is replaced, not public where n is not."""
 
 
 def _plain(value):

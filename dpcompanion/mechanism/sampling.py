@@ -105,9 +105,7 @@ class PoissonSampler:
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn).sort().values
 
     def _grouped(self):
-        """(rate, size, members or None for all) of each group of equal rates; None where there are
-        too many.
-        """
+        """(rate, size, members or None for all) of each group of equal rates; None if too many."""
         if not self.sample_rate.ndim:
             return [(float(self.sample_rate), self.n, None)]
         rates, which = self.sample_rate.unique(return_inverse=True)

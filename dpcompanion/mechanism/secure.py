@@ -1,5 +1,4 @@
-r"""Unpredictable random numbers: a cipher's stream, exact coins and gaps, and Gaussian noise on a
-grid.
+r"""Unpredictable random numbers: a cipher's stream, exact coins and gaps, Gaussian noise on a grid.
 
 A model that is published leaves its noise behind. Anyone who can guess the noise subtracts it, so a
 release needs more than a good statistical generator: its seed must be too long to try, and its
@@ -138,9 +137,7 @@ class SecureStream:
         return {"calls": self._calls} | ({"key": self._key} if with_key else {})
 
     def set_state(self, state):
-        """Go on after so many calls, with the key that the state holds, or else with the present
-        one.
-        """
+        """Go on after so many calls, with the key of the state, or else with the present one."""
         if not isinstance(state, dict) or "calls" not in state:
             raise ValueError(
                 "state must be a dict with the number of calls, as of get_state, got "
@@ -198,8 +195,7 @@ class SecureStream:
         return np.frombuffer(cipher.encryptor().update(bytes(8 * count)), dtype="<u8")
 
     def coins(self, n, rate):
-        """n independent coins that come up with probability `rate`, exactly; a (n,) tensor of
-        booleans.
+        """n independent coins that come up with probability `rate`, exactly; (n,) booleans.
 
         Args:
             n: how many.
@@ -257,9 +253,7 @@ class SecureStream:
         return torch.from_numpy(gaps.astype(np.int64))
 
     def _exact_gap(self, word, rate, most):
-        """The gap for U in [word, word + 1) / 2^64, at most `most`: with as many more bits as it
-        takes.
-        """
+        """The gap for U in [word, word + 1) / 2^64, at most `most`: with more bits as needed."""
         bits = 64
         while True:
             low, high = (min(_quotient(word + end, bits, rate), most) for end in (0, 1))
@@ -299,9 +293,7 @@ class SecureStream:
         return torch.from_numpy(result * grid).reshape(shape)
 
     def _multiples(self, words, scale):
-        """The whole numbers nearest to N(0, scale^2), as floats: one from each word, where its bits
-        suffice.
-        """
+        """The whole numbers nearest to N(0, scale^2), as floats, of words whose bits suffice."""
         tails = words >> np.uint64(1)
         # The middle of what the bits leave open of T, [tails, tails + 1) / 2^64.
         t = tails.astype(np.float64)
@@ -323,9 +315,7 @@ class SecureStream:
         return np.bitwise_xor(multiples.view(np.uint64), sign, out=sign).view(np.float64)
 
     def _exact_multiple(self, tail, scale):
-        """The multiple for T in [tail, tail + 1) / 2^64: with as many more bits as it takes, and no
-        rounding error.
-        """
+        """The multiple for T in [tail, tail + 1) / 2^64: exact, with more bits as needed."""
         bits = 64
         while True:
             low, high = (_rounded_quantile(tail + end, bits, scale) for end in (1, 0))
@@ -352,8 +342,7 @@ def _reach(t, scale):
 
 
 def snapped(total, grid):
-    """The nearest multiples of a grid (a power of two, or a tensor of them), float64, where `total`
-    lies.
+    """The nearest multiples of a grid (a power of two, or a tensor), float64, where `total` lies.
 
     Raises:
         ValueError: numbers that are not finite or too large to add exactly; not on a GPU, which is
@@ -396,9 +385,7 @@ def _rounded_quantile(numerator, bits, scale):
 
 
 def _quotient(numerator, bits, rate):
-    """floor(ln(1 - numerator / 2^bits) / ln(1 - rate)), inf for 1; exact as `_rounded_quantile`
-    is.
-    """
+    """floor(ln(1 - numerator / 2^bits) / ln(1 - rate)), inf for 1; exact as `_rounded_quantile`."""
     import mpmath
 
     if numerator == 1 << bits:

@@ -117,8 +117,7 @@ def sgd_sensitivity_estimate(
 def sgd_sensitivity_estimate(
     *, passes: Numbers, lipschitz: Numbers, learning_rate: Numbers, batch_size: Numbers
 ) -> float | torch.Tensor:
-    r"""The paper's value :math:`2 k L \eta / B` with a fractional number of passes k: no bound. See
-    `sgd_sensitivity`.
+    r""":math:`2 k L \eta / B`, for fractional k, as in the paper: no bound. See `sgd_sensitivity`.
 
     Args:
         passes: k, passes over the data, above 0.
@@ -155,8 +154,7 @@ def sgd_sensitivity_estimate(
 
 
 def pairwise_sensitivity(weights: Array) -> torch.Tensor:
-    r"""Equation 18: :math:`\|A(S_i, r) - A(S_j, r)\|` for every seed r and pair i < j of data sets,
-    (seeds, pairs).
+    r"""Equation 18: :math:`\|A(S_i, r) - A(S_j, r)\|` for seeds r and pairs i < j, (seeds, pairs).
 
     Pairs come in the order of `torch.combinations`. Under one seed the runs on S_i and S_j differ
     in two places, that of example i and that of example j, so that twice the bound of theorem 2
@@ -186,8 +184,7 @@ def empirical_sensitivity(weights: Array) -> float:
 
 
 def seed_sigma(weights: Array) -> torch.Tensor:
-    """The standard deviation of the weights about their mean over seeds, pooled over parameters,
-    (data sets,).
+    """The weights' standard deviation over seeds, pooled over parameters, (data sets,).
 
     As algorithm 1 has it: residuals about a mean of R runs, so that it is too small by sqrt((R - 1)
     / R), on the safe side. Raises ValueError for fewer than two seeds.
@@ -327,8 +324,7 @@ class NoiseCovariance(NamedTuple):
 
 
 def noise_covariance(weights: Array, *, shrinkage: float | None = None) -> NoiseCovariance:
-    r"""The covariance of the weights over seeds, shrunk towards a multiple of the identity;
-    (parameters, parameters).
+    r"""The weights' covariance over seeds, shrunk towards the identity; (parameters, parameters).
 
     :math:`(1 - \rho) \hat S + \rho\, \frac{\operatorname{tr} \hat S}{d} I`, with the sample
     covariance of the residuals of each data set about its own mean, averaged over data sets.
@@ -368,8 +364,7 @@ def mahalanobis(differences: Sequence[float], covariance: Array) -> float: ...
 @overload
 def mahalanobis(differences: Array, covariance: Array) -> torch.Tensor: ...
 def mahalanobis(differences: Array, covariance: Array) -> float | torch.Tensor:
-    r""":math:`\mu = \sqrt{d^\top S^{-1} d}` of differences d between means, (..., parameters) to
-    (...).
+    r""":math:`\mu = \sqrt{d^\top S^{-1} d}` of differences d of means, (..., parameters) to (...).
 
     What tells two Gaussians N(m, S) and N(m + d, S) apart: they are as far from each other as N(0,
     1) and N(mu, 1), so that `gaussian_epsilon(mu, delta)` is their exact epsilon. A float of a list

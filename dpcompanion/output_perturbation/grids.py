@@ -173,8 +173,7 @@ def train_grid(
 
 
 def initial_weights(features, seed, *, hidden=0):
-    """The weights that a run starts from, (parameters,) float64; `features` is their number d. See
-    `train_grid`.
+    """The weights that a run starts from, (parameters,) float64; `features` is their number d.
 
     >>> initial_weights(3, 0)[-1]  # the bias
     tensor(0., dtype=torch.float64)
@@ -284,9 +283,7 @@ class _Runs:
         self.model.update(self.weights, x, residual, memory, rate)
 
     def epoch(self):
-        """The examples of each batch with a last 0, (seeds, B + 1), and where replaced examples
-        are.
-        """
+        """The examples of each batch with a last 0, (seeds, B + 1), and where replaced ones are."""
         n, size, device = len(self.features) - 1, self.batch_size, self.features.device
         order = torch.stack(
             [torch.randperm(n, generator=generator) for generator in self.generators]

@@ -1,5 +1,4 @@
-r"""What one step of any update rule tells about a point, by how far the point moves the update in
-each batch.
+r"""What one step of any update rule tells of a point, by how far it moves the update in each batch.
 
 The step is a mixture over batches, with and without x, and divergences are jointly convex: the
 mixtures' is at most the mean of the parts', which are steps of a fixed sensitivity
@@ -55,8 +54,7 @@ def coupled_divergence(
     probabilities: Array | None = None,
     direction: str = "remove",
 ) -> float | torch.Tensor:
-    r"""One step of any update rule, by the distribution of :math:`\Delta(B) = \|U(B + x) - U(B)\|`
-    over batches.
+    r"""One step of any update rule, by the distribution of :math:`\Delta(B) = \|U(B + x) - U(B)\|`.
 
     .. math:: D_\alpha \le \frac{1}{\alpha - 1} \ln E_B[A(\Delta(B))]
 
@@ -313,8 +311,7 @@ def holder_epsilon(
     confidence: float | None = None,
     probabilities: Array | None = None,
 ) -> float | torch.Tensor:
-    r"""Corollary 3.1: an epsilon at `delta` for x's presence, from the p-norm of the sensitivity
-    distribution.
+    r"""Corollary 3.1: an epsilon at `delta` for x's presence, from the sensitivities' p-norm.
 
     With :math:`a_p = q\,(E_B[e^{p\,\varepsilon_G(\Delta(B))}])^{1/p}`,
 
@@ -434,9 +431,7 @@ def log_mean(log_values, log_weights=None):
 
 
 def _gaussian_epsilon(ratios, delta):
-    """`gaussian_epsilon`, once for each distinct pair: it is expensive, and the sum rule has one
-    sensitivity only.
-    """
+    """`gaussian_epsilon`, once a distinct pair: it is expensive, and the sum rule has one only."""
     ratios, delta = torch.broadcast_tensors(ratios, delta)
     pairs, place = torch.unique(
         torch.stack([ratios, delta], dim=-1).reshape(-1, 2), dim=0, return_inverse=True

@@ -1,5 +1,4 @@
-r"""Composition by expected divergences: theorem 3.3 of Thudi et al. 2024, and facts 3.4 and 3.5
-about it.
+r"""Composition by expected divergences: theorem 3.3 of Thudi et al. 2024, and facts 3.4 and 3.5.
 
 Training passes through states :math:`\theta_1 \dots \theta_n`, and step t has the divergence
 :math:`D_\beta(t)` of order :math:`\beta`, which depends on the state before it. For every
@@ -55,8 +54,7 @@ def holder_order(order: float, p: float, i: Numbers, *, recursion: str = ...) ->
 def holder_order(
     order: float, p: float, i: Numbers, *, recursion: str = "proof"
 ) -> float | torch.Tensor:
-    r""":math:`g_p^i(\alpha)`: the order at which theorem 3.3 asks for a step that has i steps after
-    it.
+    r""":math:`g_p^i(\alpha)`: the order at which theorem 3.3 asks for a step with i steps after it.
 
     Args:
         order: :math:`\alpha`, above 1.
@@ -228,8 +226,7 @@ def compose_sensitivities(
     recursion: str = "proof",
     each_step: bool = False,
 ) -> torch.Tensor:
-    r"""Theorem 3.3 for runs of DP-SGD whose sensitivities are known: all steps, runs and points at
-    once.
+    r"""Theorem 3.3 for runs of DP-SGD of known sensitivities: all steps, runs and points at once.
 
     The same as `compose` with `step_divergence`, and never below it (mostly 1e-4 above): moments
     are read off a table of sensitivities and orders, from above. :math:`A(\Delta)` is convex in

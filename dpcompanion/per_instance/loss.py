@@ -323,18 +323,14 @@ def _mean_and_error(log_values):
 
 
 def _crossing(above, largest):
-    """The end of the epsilons, from 0 to `largest`, at which `above` holds: 0 where it holds
-    nowhere.
-    """
+    """The end of the epsilons, from 0 to `largest`, at which `above` holds: 0 if nowhere."""
     low = torch.zeros_like(largest)
     found = bisect(lambda epsilon: ~above(epsilon), good=largest, bad=low, halvings=_HALVINGS)
     return torch.where(above(largest), largest, torch.where(above(low), found, 0.0))
 
 
 def _upper_bound(losses, log_weights, floors, shares, delta, worst, confidence):
-    """The smallest level of the worst case, from above, down to which delta is bounded at the given
-    confidence.
-    """
+    """The smallest level, from above, down to which delta is bounded at the given confidence."""
     bound, passed = worst.clone(), torch.ones_like(worst, dtype=torch.bool)
     for level in range(1, _LEVELS + 1):
         epsilon = worst * (1 - level / _LEVELS)
@@ -351,9 +347,7 @@ def _upper_bound(losses, log_weights, floors, shares, delta, worst, confidence):
 
 
 def _log_largest(epsilon, floors, shares):
-    """ln of the most that (1 - e^(epsilon - S))_+ w can be, (...): concave in S, so that its peak
-    is bisected.
-    """
+    """ln of the most that (1 - e^(epsilon - S))_+ w can be, (...): concave in S, so bisected."""
     steep, offset = floors[:, 0] - 1, torch.log(_shares(shares, len(floors))) - floors[:, 1]
     steep, offset = steep.to(epsilon.device), offset.to(epsilon.device)
     low, high = torch.full_like(epsilon, 1e-12), torch.full_like(epsilon, 50.0)

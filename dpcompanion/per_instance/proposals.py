@@ -170,9 +170,7 @@ def _log_ratio(along, size, sample_rate):
 
 
 def _log_proposal(sensitivity, sample_rate, noise_std, order, jumps, max_sensitivity):
-    """ln of the probabilities of k = 0, 1, ..., the larger of order and `REACH`: (..., 1 +
-    that).
-    """
+    """ln of probabilities of k = 0, 1, ..., the larger of order and `REACH`: (..., 1 + that)."""
     order = _checks.whole_number("order", order, 1)
     jumps = _checks.number("jumps", jumps, 0, 1, closed="left")
     max_sensitivity = _checks.number(

@@ -123,8 +123,7 @@ def log_mass(
     order: float,
     direction: str = "remove",
 ) -> float | torch.Tensor:
-    r""":math:`\ln A(\Delta)` ("remove") or :math:`\ln B(\Delta)` ("add"), which is `order` - 1
-    times `step_divergence`.
+    r""":math:`\ln A(\Delta)` ("remove") or :math:`\ln B(\Delta)` ("add"), by `step_divergence`.
 
     Args:
         sensitivity: (...) at least 0.

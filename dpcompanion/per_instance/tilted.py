@@ -170,9 +170,7 @@ def tilted_noise(
 
 
 def _tilted_component(ratio, sample_rate, power, generator):
-    """A draw of t with density proportional to r(t)^-power phi(t), for each sensitivity over
-    noise.
-    """
+    """Draws of t with density proportional to r(t)^-power phi(t), one a sensitivity over noise."""
     ratio, q = as_tensors(sensitivity=ratio, sample_rate=sample_rate)
     shape, ratio, q = ratio.shape, ratio.reshape(-1), q.reshape(-1)
     result = torch.randn(len(ratio), generator=generator, dtype=torch.float64, device=ratio.device)
@@ -234,8 +232,7 @@ def exact_composition(
     resamples: int = 2000,
     generator: torch.Generator | None = None,
 ) -> CompositionEstimate:
-    r""":math:`\frac{1}{\alpha-1} \ln E_\text{tilted}[\prod_t A(\Delta_t)]`, from runs of tilted
-    training.
+    r""":math:`\frac{1}{\alpha-1} \ln E_\text{tilted}[\prod_t A(\Delta_t)]`, from tilted runs.
 
     Args:
         log_masses: (runs, ...) sums over the steps of :math:`\ln A(\Delta_t)` (for "add"
@@ -304,9 +301,7 @@ def exact_composition(
 
 
 def _bootstrap(log_masses, confidence, resamples, generator):
-    """Percentiles of the log-mean over runs sampled with replacement, the same runs for every
-    entry.
-    """
+    """Percentiles of the log-mean over runs sampled with replacement, the same for every entry."""
     runs, flat = len(log_masses), log_masses.reshape(len(log_masses), -1)
     if generator is None:
         generator = torch.Generator(device=flat.device).manual_seed(0)

@@ -83,9 +83,7 @@ def naive_unlearning(
 
 
 def _since(divergence, trained, request, order):
-    """The triangle inequality from the data set of `trained` to that of `request`, the last request
-    first.
-    """
+    """The triangle inequality from the data of `trained` to those of `request`, the last first."""
     total, factor = 0.0, 1.0
     while request > trained + 1:
         total += factor * _checks.number("divergence", divergence(request, 2 * order - 1), 0)

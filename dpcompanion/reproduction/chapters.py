@@ -142,8 +142,7 @@ class Chapter:
         stale: bool | None = None,
         **options: Any,
     ) -> comparison.Comparison:
-        """The printed numbers beside ours, a `comparison.Comparison`; a stale record is said to be
-        stale.
+        """The printed numbers beside ours, a `comparison.Comparison`; a stale record says so.
 
         Args:
             exhibit: its name.
@@ -224,9 +223,7 @@ class Chapter:
         live: Record | Mapping[str, Any] | bool | None,
         task: str | None,
     ) -> dict[str, Any]:
-        """What `compare` takes: recorded and live numbers, which of them are a stand-in's, and what
-        is stale.
-        """
+        """What `compare` takes: recorded and live numbers, the stand-ins, and what is stale."""
         own = {
             kind: record for kind, each in found.items() for record in each if record.name == name
         }
@@ -245,15 +242,11 @@ class Chapter:
         return self.recorded(name) if name in experiments.names() else None
 
     def remains(self, exhibit: str) -> "Shown":
-        """What is left to run of an exhibit, and the command that runs it; empty where nothing
-        is.
-        """
+        """What is left to run of an exhibit, and the command that runs it; empty if none."""
         return Shown(_remains(scoreboard.exhibit_status(self.name(exhibit))))
 
     def source(self, *what: Any) -> "Source":
-        """The code of experiments (by the names of their exhibits), functions and classes, as it is
-        run.
-        """
+        """The code of experiments (by their exhibits), functions and classes, as it is run."""
         return Source(
             [
                 experiments.get(self.name(each)).function if isinstance(each, str) else each

@@ -26,9 +26,7 @@ KINDS = ("published", "recorded", "live")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One number of the table; None where a kind is missing. `ours` is held against the published
-    one.
-    """
+    """One number of the table; None where a kind is missing. `ours` is held against the print."""
 
     label: str
     published: Any = None
@@ -164,9 +162,7 @@ class Table:
 
 
 def _aligned(lines: Sequence[Sequence[str]], sides: str) -> str:
-    """Lines of cells as text in columns; `sides` says for each column whether it stands left (<) or
-    right (>).
-    """
+    """Lines of cells as text in columns; `sides` says which stand left (<) and right (>)."""
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join(
         "    ".join(
@@ -358,8 +354,7 @@ def _shown(value: Any, digits: int | None) -> str:
 
 
 def _literal(text: str) -> str:
-    """Text for a cell of a Markdown table; what stands in a record must not become a tag, a link or
-    an image.
+    """Text for a cell of a Markdown table; no content may become a tag, a link or an image.
 
     >>> print(_literal("a|b < c <img src=x onerror=alert(1)> [here](javascript:0)"))
     a\\|b < c &lt;img src=x onerror=alert(1)> [here]\\(javascript:0)

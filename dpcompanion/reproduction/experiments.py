@@ -1,5 +1,4 @@
-"""The experiments of the book: each exhibit that computes is one function, registered under the
-exhibit's name.
+"""The book's experiments: each exhibit that computes is a function, registered by its name.
 
     @experiment("idp-sgd/table-5", quick=Table5(), paper=Table5(), version=1)
     def table_5(config, run): ...
@@ -111,9 +110,7 @@ def experiment(name: str, *, version: int = 1, **presets: Any) -> Callable[[_Fun
 
 @dataclasses.dataclass(frozen=True)
 class Criterion:
-    """What decides a qualitative finding of an exhibit, from the values of a record of the
-    experiment `of`.
-    """
+    """What decides a qualitative finding, from the values of a record of the experiment `of`."""
 
     exhibit: str
     of: str
@@ -197,8 +194,7 @@ def criteria(name: str | None = None) -> list[Criterion]:
 
 @contextlib.contextmanager
 def set_aside(*exhibits: str) -> Iterator[None]:
-    """Do without the experiments and the criteria of these exhibits, so that a test may register
-    its own.
+    """Do without experiments and criteria of these exhibits, so that a test may register its own.
 
     Afterwards everything is as before, whatever was registered meanwhile.
 
@@ -365,8 +361,7 @@ def run(
 def compare(
     live: records.Record, *, folder: records.Folder | None = None, **options: Any
 ) -> comparison.Comparison:
-    """The table of a live `Record` beside the published numbers and, where there is one, the
-    paper-scale record.
+    """The table of a live `Record` beside published numbers and, if any, the paper-scale record.
 
     `options` go to `dpcompanion.reproduction.comparison.compare`. A stale record is said to be
     stale, a stand-in for the paper's network to be one.
@@ -386,8 +381,7 @@ def compare(
 
 
 def is_stand_in(record: records.Record, name: str | None = None) -> bool:
-    """Whether a record of runs has none of the networks that its exhibit, or the one called `name`,
-    shows.
+    """Whether a record has none of the networks that its exhibit, or the one called `name`, shows.
 
     >>> [
     ...     is_stand_in(records.find(f"individual-accounting/{exhibit}"))
@@ -416,9 +410,7 @@ def _networks(config: Mapping[str, Any], not_run: Sequence[str] = ()) -> Iterato
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A line of the catalogue; `records` maps each preset to "missing", "fresh", "stale" or
-    "damaged".
-    """
+    """A catalogue line; `records` maps each preset to "missing", "fresh", "stale" or "damaged"."""
 
     name: str
     title: str

@@ -1,5 +1,4 @@
-"""The reproduction for machines: every exhibit with its verdict, and what each file of `results/`
-is.
+"""The reproduction for machines: every exhibit with its verdict, and each file of `results/`.
 
     python -m dpcompanion.reproduction.exports
 

@@ -30,8 +30,7 @@ MARKS = {
 
 
 class Mosaic:
-    """Some statuses as cells, that a notebook shows as links to the exhibits, with a legend that
-    counts them.
+    """Some statuses as cells, links to the exhibits in a notebook, with a legend that counts them.
 
     Args:
         statuses: as of `scoreboard.exhibit_statuses`.

@@ -1,5 +1,4 @@
-r"""A histogram that moves: one bar chart for each of some times in a run, and a slider between
-them.
+r"""A histogram that moves: a bar chart for each of some times in a run, and a slider between them.
 
 The picture is inline SVG, drawn at its last time, so that it is complete where no script runs;
 `book/_static/moving.js` shows the slider, a native one, and redraws the bars. Words that the slider

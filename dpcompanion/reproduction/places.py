@@ -20,9 +20,7 @@ _KINDS = "figure|table|theorem|algorithm|claim|fact|corollary|lemma|definition"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A section of the book: the page, such as "book/papers/idp-sgd-exhibits", and an anchor on
-    it.
-    """
+    """A section of the book: the page, such as "book/papers/idp-sgd-exhibits", and an anchor."""
 
     page: str
     anchor: str
@@ -71,9 +69,7 @@ def _place(book: pathlib.Path, path: pathlib.Path, anchor: str) -> Place:
 
 
 def sections(text: str) -> list[tuple[str, str, str]]:
-    """(heading, anchor, code) of each section of a page; the anchor of the title's own section is
-    empty.
-    """
+    """(heading, anchor, code) of each section of a page; that of the title's is empty."""
     found, fence, is_code = [["", "", ""]], None, False
     for line in text.splitlines():
         mark = re.match(r"(`{3,}|~{3,})(.*)", line)

@@ -255,9 +255,7 @@ def _thinned(path: str) -> str:
 
 
 def _cut(fig: Any) -> str:
-    """Where the columns of a figure of two part, as an attribute: between its axes, unless a legend
-    lies across.
-    """
+    """Where a figure's two columns part, an attribute: between axes, unless under a legend."""
     width, dpi = fig.get_figwidth(), fig.dpi
     if width <= STYLE["figure.figsize"][0]:
         return ""
@@ -271,9 +269,7 @@ def _cut(fig: Any) -> str:
 
 
 def _set_up_notebook() -> None:
-    """Figures are not cropped, which the inline backend does by default, and an SVG is kept beside
-    each PNG.
-    """
+    """Figures are not cropped, as the inline backend does, and an SVG is kept beside each PNG."""
     from IPython import get_ipython
     from IPython.core.formatters import BaseFormatter
     from matplotlib.figure import Figure
@@ -291,9 +287,7 @@ def _set_up_notebook() -> None:
 
 
 class Digest(str):
-    """A text for checks to compare, which a notebook keeps as an output of a type of its own and
-    never shows.
-    """
+    """A text for checks to compare, an output of its own type that a notebook never shows."""
 
     MIME_TYPE = "application/vnd.dpcompanion.digest"
 

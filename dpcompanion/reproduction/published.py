@@ -125,9 +125,7 @@ class Printed(float):
 
 @dataclasses.dataclass(frozen=True)
 class Paper:
-    """A paper: its slug, title, authors, venue, the question that it asks, and the setup that its
-    exhibits share.
-    """
+    """A paper: slug, title, authors, venue, question, and the setup that its exhibits share."""
 
     slug: str
     title: str
@@ -216,8 +214,7 @@ class Exhibit:
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.given)
 
     def point(self, key: str) -> float:
-        """How much one percentage point of accuracy is in a number: 1, 0.01, or 0 for what is no
-        accuracy.
+        """How much one percentage point of accuracy is in a number: 1, 0.01, or 0 if it is none.
 
         >>> (
         ...     exhibit("idp-sgd/table-2").point("mnist.A.sample"),
@@ -298,8 +295,7 @@ def paper(slug: str) -> Paper:
 
 
 def exhibits(paper: str | None = None, *, ours: bool = False) -> list[Exhibit]:
-    """All exhibits, or those of one paper, in the paper's order; with `ours` the results of our
-    own, too.
+    """All exhibits, or those of one paper, in the paper's order; with `ours` our own results, too.
 
     >>> len(exhibits()) == sum(len(exhibits(paper=slug)) for slug in PAPERS)
     True
@@ -321,9 +317,7 @@ def parts(name: str) -> list[Exhibit]:
 
 
 def exhibit(name: str) -> Exhibit:
-    """One exhibit by its name, "paper/id"; a ValueError for an unknown one lists that paper's
-    exhibits.
-    """
+    """One exhibit by its name, "paper/id"; a ValueError lists the paper's exhibits."""
     slug, _, id = str(name).partition("/")
     _checks.one_of("paper", slug, PAPERS)
     known = _read(slug)[1]

@@ -84,8 +84,7 @@ class Record:
 
     @property
     def has_earlier_draws(self) -> bool:
-        """Whether its seeds, or those of what it kept, stood for other draws than today's
-        (`dpcompanion.seeds.DRAWS`).
+        """Whether its seeds, or those of what it kept, stood for other draws (`seeds.DRAWS`).
 
         The same command then draws other batches, noise and first weights: its numbers agree within
         their spread, not digit for digit. A run without data and seeds draws nothing.
@@ -103,9 +102,7 @@ class Record:
         )
 
     def is_stale(self, *, config: Any = None, version: int | None = None) -> bool:
-        """Whether it was made with another configuration (seeds apart) or another version than the
-        given ones.
-        """
+        """Whether it was made with another configuration (seeds apart) or version than given."""
         mine = _without_seeds(self.config)
         other = mine if config is None else _without_seeds(plain(config))
         return hash_of(mine) != hash_of(other) or (version is not None and self.version != version)
@@ -162,9 +159,7 @@ def make(
 
 
 def results_folder(folder: Folder | None = None) -> pathlib.Path:
-    """Where records live: `folder`, else the checkout's `results`, else `results` in the current
-    directory.
-    """
+    """Where records live: `folder`, else the checkout's `results`, else `results` here."""
     return (
         pathlib.Path(folder)
         if folder is not None
@@ -227,8 +222,7 @@ SHIPPED = pathlib.Path(__file__).resolve().parent / "shipped"
 
 
 def find(name: str, preset: str = "paper", folder: Folder | None = None) -> Record | None:
-    """The record of an exhibit, or None where there is none; another one under its name raises
-    ValueError.
+    """The record of an exhibit, or None; another one under its name raises ValueError.
 
     Without a `folder`, an installed package that has no checkout finds the records that it came
     with as well.

@@ -126,9 +126,7 @@ def each(
 
 
 class _Alone:
-    """A piece in a worker: (value, None), or (None, error); what it does in turn, it does in its
-    own process.
-    """
+    """A piece in a worker: (value, None), or (None, error); its own pieces stay in its process."""
 
     def __init__(self, work: Callable[[Any], Any]):
         self.work = work

@@ -1,5 +1,4 @@
-"""What is called along a run, what it sees then, and what the run leaves: `Callbacks`, `Run`,
-`History`.
+"""What is called along a run, what it sees, and what the run leaves: `Callbacks`, `Run`, `History`.
 
 Early stopping. A callback ends a run by `Run.stop()`, of an ensemble by `Ensemble.stop()`: the
 history, its statement and its epsilons are then those of the steps that were taken. What may
@@ -200,8 +199,7 @@ class History:
     def to_json(
         self, path: str | os.PathLike[str] | None = None, *, tuned: str | None = None
     ) -> str:
-        """A card of the run for those who get the model, as JSON, written to `path` if one is
-        given.
+        """A card of the run for those who get the model, as JSON, written to `path` if given.
 
         It holds unit, relation, sampler and accountant; (epsilon, delta) of the steps that were
         taken and of those that were planned; mu of Gaussian DP from above with its regret; the
@@ -288,9 +286,7 @@ class History:
 
 
 def promised(plan: DPSGDPlan, filter: Any = None, delta: float | None = None) -> torch.Tensor:
-    """The epsilon that a run promises to each example beforehand, (n,) float64, see
-    `History.promised`.
-    """
+    """The epsilon that a run promises to each example, (n,) float64, see `History.promised`."""
     delta = plan.delta if delta is None else delta
     found = torch.as_tensor(plan.epsilon(delta), dtype=torch.float64).expand(plan.n)
     return found if filter is None else torch.minimum(found, filter.epsilon(delta).cpu())
@@ -330,9 +326,7 @@ class Run:
     stopping: bool = False
 
     def stop(self) -> None:
-        """End the run after this step, for a callback; the module's text says what may decide
-        it.
-        """
+        """End the run after this step, for a callback; the module's text says what may decide."""
         self.stopping = True
 
     @property
@@ -345,8 +339,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Callbacks:
-    """What is called along a run, with its state: a `Run` in `train`, the `Ensemble` in
-    `train_ensemble`.
+    """Functions called with a run's state: a `Run` in `train`, the `Ensemble` in `train_ensemble`.
 
     They may switch the model to evaluation, draw random numbers and print; the run is what it would
     have been. They may end it: `Run.stop()`, and all or some runs of an ensemble:

@@ -118,9 +118,7 @@ def plain(value):
 
 
 def write_checkpoint(path, content):
-    """Write `content`, of types as `plain` returns them, whole or not at all, under a sha256 of its
-    bytes.
-    """
+    """Write `content`, of `plain`'s types, whole or not at all, under a sha256 of its bytes."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     payload = buffer.getvalue()
@@ -169,8 +167,7 @@ def key_file(checkpoint):
 
 
 def note_seeds(checkpoint, runs):
-    """Note in the checkpoint's folder which data seeds were used on; a RuntimeWarning where these
-    are others.
+    """Note in the checkpoint's folder which data seeds were used on; a RuntimeWarning for others.
 
     Two runs of one seed share their noise, so that the difference of two models tells how their
     data differ. The file, seeds-used.json, holds for each seed the digests of its data; one that is
@@ -207,9 +204,7 @@ def note_seeds(checkpoint, runs):
 
 
 def write_keys(path, streams, forward_seed):
-    """Write the keys of the streams {name: `SecureStream`}, into a file that only its owner can
-    read.
-    """
+    """Write keys of the streams {name: `SecureStream`} into a file that only its owner can read."""
     content = {
         "keys": {name: stream.key.hex() for name, stream in streams.items()},
         "forward": forward_seed,

@@ -199,9 +199,7 @@ def _call(callbacks, ensemble):
 
 @contextlib.contextmanager
 def _shared_among(workers, ensemble):
-    """A function that does a piece of work for all runs, with threads that have one intra-operation
-    thread each.
-    """
+    """A function that does a piece of work for all runs, in threads of one PyTorch thread each."""
     bounds = [len(ensemble) * k // workers for k in range(workers + 1)]
     tasks = [(range(*pair), ensemble._workplace()) for pair in zip(bounds, bounds[1:])]
     if workers == 1:

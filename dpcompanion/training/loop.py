@@ -253,9 +253,7 @@ def _take_steps(loop, callbacks, checkpoint, ranks, progress):
 
 
 class TrainingLoop:
-    """A run of DP-SGD: what it was given, checked, and its steps; `train` and `PersonalTrainer`
-    drive it.
-    """
+    """A DP-SGD run: what was given, checked, and its steps, for `train` and `PersonalTrainer`."""
 
     def __init__(
         self,
@@ -520,9 +518,7 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def modes_kept(self):
-        """A callback may switch the model to eval mode; training goes on in the modes it began
-        with.
-        """
+        """A callback may switch to eval mode; training goes on in the modes it began with."""
         yield
         for module, mode in self.modes.items():
             module.training = mode
@@ -579,9 +575,7 @@ class TrainingLoop:
         history.dropped = count
 
     def begin_alike(self, callbacks, checkpoint):
-        """Refuse ranks that were given different things, and share what rank 0 has drawn: all but
-        the noise.
-        """
+        """Refuse ranks given different things, and share what rank 0 has drawn but the noise."""
         run = self.run
 
         def described():
@@ -702,9 +696,7 @@ class TrainingLoop:
 
 @contextlib.contextmanager
 def deferred_interrupt():
-    """Within, the first Ctrl-C only sets a flag (the value of the yielded function); the second one
-    interrupts.
-    """
+    """The first Ctrl-C sets a flag (what the yielded function returns); the second interrupts."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return

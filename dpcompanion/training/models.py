@@ -278,9 +278,7 @@ class _WideBlock(nn.Module):
 
 @seeded
 def wrn16_4(classes=10, *, groups=16, channels=3):
-    """Wide ResNet of depth 16 and width 4 with group norm and weight standardisation, as in De et
-    al.
-    """
+    """Wide ResNet-16-4 with group norm and weight standardisation, as in De et al."""
     layers: list[nn.Module] = [StandardizedConv2d(channels, 16, 3, padding=1)]
     before = 16
     for width in (64, 128, 256):
@@ -298,9 +296,7 @@ def wrn16_4(classes=10, *, groups=16, channels=3):
 
 
 class LSTM(nn.Module):
-    """`torch.nn.LSTM`, batch first and one way, from linear layers, which can be clipped layer by
-    layer.
-    """
+    """`torch.nn.LSTM`, batch first and one way, from linear layers, to clip layer by layer."""
 
     def __init__(self, inputs, hidden, layers):
         super().__init__()
@@ -313,9 +309,7 @@ class LSTM(nn.Module):
             nn.init.uniform_(p, -(hidden**-0.5), hidden**-0.5)
 
     def forward(self, x):
-        """(n, positions, inputs) -> the last layer's output at each position, (n, positions,
-        hidden).
-        """
+        """(n, positions, inputs) -> the last layer's outputs, (n, positions, hidden)."""
         for of_input, of_state in zip(self.of_input, self.of_state):
             h = c = x.new_zeros(len(x), self.hidden)
             outputs = []
@@ -341,9 +335,7 @@ class _CharRNN(nn.Module):
 
 @seeded
 def char_rnn(classes=18, *, tokens=259, embedding=64, hidden=128, layers=3):
-    """Character-level LSTM, read off at the last position: Opacus' name classifier with the paper's
-    three layers.
-    """
+    """Character-level LSTM, read off at the end: Opacus' name classifier, here of three layers."""
     return _CharRNN(classes, tokens, embedding, hidden, layers)
 
 

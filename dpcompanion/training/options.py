@@ -1,5 +1,4 @@
-"""What `train` may be given beside model, loss, data and plan: `Track`, an account of each example,
-and `Performance`.
+"""What `train` may be given too: `Track`, an account of each example, and `Performance`.
 
 Neither repeats a number of the plan, nor model, loss or data: `train` hands those on.
 """

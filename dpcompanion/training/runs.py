@@ -1,5 +1,4 @@
-"""R runs of one architecture: their weights, their draws, one step of all of them, and what
-remains.
+"""R runs of one architecture: their weights, their draws, one step of all, and what remains.
 
 `dpcompanion.training.ensembles` trains them.
 """
@@ -162,9 +161,7 @@ class Ensemble:
         )
 
     def _resolved(self, method, precision):
-        """The method, once it is proved for the model; "func" for one whose layers cannot be
-        stacked.
-        """
+        """The method, once proved for the model; "func" for one whose layers cannot be stacked."""
         found = clipping.resolve_method(
             self._template, self.loss, self.x, self.y, method, precision
         )
@@ -318,8 +315,7 @@ class Ensemble:
     def gradients_of(
         self, x: torch.Tensor, y: torch.Tensor, *, runs_at_once: int | None = None
     ) -> torch.Tensor:
-        """The gradient of each run's loss at each of the m points (x, y), not clipped, (R, m,
-        parameters).
+        """Each run's gradient at each of the m points (x, y), not clipped, (R, m, parameters).
 
         By default as many runs are worked on at once as keep 256 MiB.
         """
@@ -334,9 +330,7 @@ class Ensemble:
         return found
 
     def norms_of(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The norm of each run's gradient at each of the n points (x, y), inf where not finite, (R,
-        n).
-        """
+        """The norm of each run's gradient at each of n points (x, y), inf if not finite, (R, n)."""
         x, y = x.to(self.device), y.to(self.device)
         found = self.vectors.new_empty(len(self), len(x))
         for rows, part in _passes(len(self), len(x), self._pass_size()):
@@ -375,9 +369,7 @@ class Ensemble:
         return torch.cat([theirs[name].detach().flatten().to(self.device) for name in own])
 
     def _stacks(self, precision, method):
-        """Whether two different runs through the stacked network give what each gives alone, in
-        this precision.
-        """
+        """Whether two different runs give stacked what each gives alone, in this precision."""
         rows = proof.largest_gradients(self._template, self.loss, self.x, self.y)
         x, y = self.x[rows], self.y[rows]
         model, pair = (
@@ -418,9 +410,7 @@ class Ensemble:
         return True
 
     def _workplace(self):
-        """What a pass needs for itself, so that threads do not share it: `torch.func` swaps a
-        module's parameters.
-        """
+        """What a thread needs for itself, since `torch.func` swaps a module's parameters."""
         network = (
             copy.deepcopy(self._template)
             if self.method == "func"
@@ -434,9 +424,7 @@ class Ensemble:
         return network
 
     def _check_as_begun(self, network):
-        """The network has kept nothing of its examples, and is in the state in which it was
-        proved.
-        """
+        """The network has kept nothing of its examples, and is in the state that was proved."""
         state, buffers = self._begun[network]
         module = network.module if isinstance(network, StackedNetwork) else network
         if states.state_of(module, parameters=False) != state:
@@ -637,9 +625,7 @@ def _checked_seeds(seeds):
 
 
 def _models_and_plans(model, plans, runs):
-    """Models, one or one for each run, and a plan for each; the plans agree in what runs side by
-    side share.
-    """
+    """Models, one or one a run, and a plan for each, which agree in what the runs share."""
     own = [plans] if isinstance(plans, DPSGDPlan) else list(plans)
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
     for name, items in (("plans", own), ("model", models)):

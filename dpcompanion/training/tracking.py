@@ -1,5 +1,4 @@
-r"""Every example's gradient norm along a run, for accounts of each example (Yu et al. 2022 and
-2023).
+r"""Every example's gradient norm along a run, for accounts of each example (Yu et al. 2022, 2023).
 
 An account charges example i at each step for a bound on its gradient's norm, but a step of SGD
 computes the norms of its own batch only.  `NormTracker` keeps :math:`Z_i`, the latest known norm of
@@ -247,9 +246,7 @@ class NormTracker(OwnLoop):
 
     @property
     def parameters(self) -> State:
-        """What a plan must agree with: n, sample_rate, max_grad_norm and noise_multiplier of the
-        account.
-        """
+        """What a plan must agree with: n, sample_rate, max_grad_norm and noise_multiplier."""
         return {
             name: getattr(self._accountant, name)
             for name in ("n", "sample_rate", "max_grad_norm", "noise_multiplier")
@@ -285,8 +282,7 @@ class NormTracker(OwnLoop):
         return self.accountant.epsilon(delta)
 
     def estimated_epsilon(self, delta: float) -> torch.Tensor:
-        """Epsilon of every example if each norm had been what was last seen: no bound, (n,)
-        float64.
+        """Every example's epsilon if each norm had been what was last seen: no bound, (n,) float64.
 
         Raises:
             ValueError: if there was no step.
@@ -433,9 +429,7 @@ class NormTracker(OwnLoop):
             self._trajectory.append(rounded_up(epsilon, torch.float32))
 
     def _renew(self, examples, norms):
-        """Charge examples for what held up to this step, and let their new norms hold from the next
-        one on.
-        """
+        """Charge examples for what held up to this step, and let new norms hold from then on."""
         self._accountant.record(
             self.norms[examples], steps=self.steps - self._recorded[examples], examples=examples
         )
@@ -445,8 +439,7 @@ class NormTracker(OwnLoop):
             self._limits[examples] = self._accountant.charged(norms)
 
     def check_run(self, plan: DPSGDPlan, model: torch.nn.Module, loss: Loss, data: Data) -> None:
-        """Raise ValueError unless this follows a run of `plan` that trains `model` by `loss` on
-        `data`.
+        """Raise unless this follows a run of `plan` that trains `model` by `loss` on `data`.
 
         Of a data set that is not the run's own 64 items are compared, their targets only where a
         transform draws at random, which an exact account refuses.
@@ -473,9 +466,7 @@ class NormTracker(OwnLoop):
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from a `state_dict` of a tracker with the same options; ValueError names what
-        differs.
-        """
+        """Go on from a `state_dict` of a tracker with the same options; else a ValueError."""
         if (options := _checks.entry(state, "options")) != self._options():
             raise ValueError(f"state must be of a tracker with {self._options()}, got {options}")
         norms = _checks.tensor_entry(state, "norms")

@@ -277,9 +277,7 @@ def against_uniform(epsilons, limit):
 
 
 def falls(shares):
-    """Whether shares (intervals) fall one after the other, from more than half to less than a
-    tenth.
-    """
+    """Whether shares (intervals) fall in turn, from more than half to less than a tenth."""
     return intervals.every(
         shares[0].above(0.5),
         shares[-1].below(0.1),
@@ -304,9 +302,7 @@ STABLE = {"epochs": 30, "learning_rate": 0.02}
 
 
 def overfitted(task, config, seed, device):
-    """Accuracies, and losses of training and test examples, after plain SGD: shuffled, with
-    momentum 0.9.
-    """
+    """Accuracies, and losses of training and test examples, after plain SGD with momentum 0.9."""
     found, loss = examples(task.data, task.dtype), LOSSES[task.loss]
     model, x, y = build(task.model, found, seed).to(device), found.x.to(device), found.y.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate, momentum=0.9)

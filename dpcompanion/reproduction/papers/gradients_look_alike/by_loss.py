@@ -218,9 +218,7 @@ def scheduled(norms, plan):
 
 
 def _epsilon_of(losses, densities, task, plan, direction, uniform):
-    """`loss_epsilon` of one direction, at 95% for both together; no epsilon above the `uniform`
-    one.
-    """
+    """`loss_epsilon` of one direction, at 95% for both together; none above the `uniform` one."""
     laws = task.laws if direction == "remove" else [(order, 0.0) for order in task.orders_add]
     step = {"sample_rate": plan.sample_rate, "noise_std": plan.noise_std, "direction": direction}
 
@@ -273,8 +271,7 @@ def _epsilon_of(losses, densities, task, plan, direction, uniform):
     ),
 )
 def own_epsilon(config, run):
-    """Epsilon of single test points, were they in the training set, by several accounts of the same
-    runs.
+    """Epsilon of single test points, if in the training set, by several accounts of the same runs.
 
     For each task, (points,): `{direction}.estimate`, `.low`, `.high` and `.upper_bound` of
     `loss_epsilon`, and the same without a direction for the larger of both (95% confidence for both

@@ -1,6 +1,4 @@
-"""Theorem 3.3 beside the exact composition, and unlearning: many runs of softmax regression side by
-side.
-"""
+"""Theorem 3.3 beside exact composition, and unlearning: many runs of softmax regression at once."""
 
 import dataclasses
 import math
@@ -138,8 +136,7 @@ _SIDE_BY_SIDE = (shrunk, batches, side_by_side)
 
 
 def theorem_3_3(norms, plan, order):
-    """Theorem 3.3 at p = 3n along runs whose norms these are, (steps, runs, points): (points,), an
-    estimate.
+    """Theorem 3.3 at p = 3n along runs of these norms, (steps, runs, points): (points,) estimates.
 
     At K orders (points, K).
     """
@@ -289,8 +286,7 @@ class Unlearning(Regression):
     paper=Unlearning("mnist", 14, 1.0, epochs=1, points=1, runs=20, order=2),
 )
 def unlearning(config, run):
-    """Naive per-instance unlearning of training examples: bounds and decisions, by divergences of
-    three kinds.
+    """Naive per-instance unlearning of examples: bounds and decisions, by three divergences.
 
     `worst_case`, `estimate` and `upper_bound` (95% confidence for each divergence by itself) of the
     exact composition; `norms` the mean gradient norm of each example.

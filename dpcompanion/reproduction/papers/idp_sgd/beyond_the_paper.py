@@ -32,9 +32,7 @@ class Beyond(Compared):
 
 
 def beyond(config, device="cpu"):
-    """{kind: [outcome for each seed]} for budgets by RDP and by PLD, and for budgets of their
-    own.
-    """
+    """{kind: [outcome for each seed]} for budgets by RDP and PLD, and for budgets of their own."""
     examples = len(problem(config.task).labels)
 
     def plan(kind, seed):

@@ -1,6 +1,4 @@
-"""Beyond the paper: training with the exact filter, beside the Rényi filter and plain DP-SGD at the
-same promise.
-"""
+"""Beyond the paper: the exact filter, the Rényi filter and plain DP-SGD at one promise."""
 
 import dataclasses
 
@@ -70,9 +68,7 @@ class Watched:
 
 
 def make_filter(kind, plan, targets, levels, block):
-    """The "exact" or the "renyi" filter of a plan's run, for the epsilon of each person, one number
-    or (n,).
-    """
+    """The "exact" or "renyi" filter of a plan, for each person's epsilon, a number or (n,)."""
     own = {
         "sample_rate": plan.sample_rate,
         "max_grad_norm": plan.max_grad_norm,

@@ -32,8 +32,7 @@ from dpcompanion.training import models
 
 @models.seeded
 def resnet18(classes=10, *, groups=32):
-    """torchvision's ResNet-18 with group norm, initialised by `seed`: (n, 3, height, width) -> (n,
-    classes).
+    """torchvision's ResNet-18 with group norm from `seed`: (n, 3, height, width) -> (n, classes).
 
     Its blocks change nothing in place, since what a layer put out is still needed to clip it.
     """

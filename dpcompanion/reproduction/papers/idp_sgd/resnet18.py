@@ -33,9 +33,7 @@ class Images:
 
 
 def image_trial(config, kind, seed, run):
-    """Test accuracy after each epoch of one run, which goes on from its last whole epoch if it was
-    cut off.
-    """
+    """Test accuracy after each epoch of a run, which goes on from its last one if cut off."""
     task, found = config.task, problem(config.task, run)
     plan = plan_of(
         kind,
@@ -75,9 +73,7 @@ def image_trial(config, kind, seed, run):
     paper=Images(Task("cifar10", "resnet18", Training(50_000, 1024, 30, 0.4), 0.7)),
 )
 def table_3_resnet18(config, run):
-    """The paper prints no hyperparameters for this table: ours are those of table 5 for
-    CIFAR-10.
-    """
+    """The paper prints no hyperparameters for this table: ours are table 5's for CIFAR-10."""
     names = {f"{kind}.seed-{seed}": (kind, seed) for seed in config.seeds for kind in config.kinds}
     problem(config.task, run)
     done, values = (

@@ -1,6 +1,4 @@
-"""Many runs at once: networks of one task, each with its own plan and seed, trained side by side as
-an ensemble.
-"""
+"""Many runs at once: networks of a task, each with its plan and seed, as an ensemble."""
 
 import dataclasses
 import math
@@ -121,9 +119,7 @@ def compared(config, run, plan):
 
 
 def final_values(config, final):
-    """`<kind>.final` for each seed, and under the published names the mean and standard
-    deviation.
-    """
+    """`<kind>.final` for each seed, and under published names the mean and standard deviation."""
     values = {f"{kind}.final": each for kind, each in final.items()}
     return values | as_printed(
         {kind: mean_and_sd(each) for kind, each in final.items()}, config.task, "mnist"

@@ -80,8 +80,7 @@ def network(task, seed):
 
 
 def assign(examples, shares, seed):
-    """Each example's group, (examples,): shares to the nearest whole example, in an order that the
-    seed determines.
+    """Each example's group, (examples,): shares to the nearest example, in the seed's order.
 
     >>> torch.bincount(assign(1000, (34, 43, 23), seed=0)).tolist()
     [340, 430, 230]
@@ -279,9 +278,7 @@ def trials(config, run):
 
 
 def final_accuracies(config, kinds, seeds, run, *, budgets=None, groups=None):
-    """{kind: final accuracy for each seed} of trials that other exhibits may have made already, or
-    will share.
-    """
+    """{kind: final accuracy for each seed} of trials that other exhibits may share."""
     found = trials(
         Trials(
             config.task,
@@ -297,9 +294,7 @@ def final_accuracies(config, kinds, seeds, run, *, budgets=None, groups=None):
 
 
 def accuracies(config, done):
-    """The trials' values: `mnist.A.sample` and so on, the curves of figure 1, and what appendix D.7
-    looks at.
-    """
+    """The trials' values: `mnist.A.sample` and so on, curves of figure 1, and of appendix D.7."""
     values = {}
     for kind, each in done.items():
         for setup in [kind] if "." in kind else [f"{setup}.{kind}" for setup in config.groups]:
@@ -348,9 +343,7 @@ def tuned(task, kind):
 
 
 def larger_tasks(config, run, hyperparameters):
-    """`svhn.A.sample` and so on, for the tasks that need a GPU; each kind with
-    `hyperparameters(task, kind)`.
-    """
+    """`svhn.A.sample` and so on, for tasks on a GPU; each with `hyperparameters(task, kind)`."""
     values = {}
     for task in config.larger.values():
         for kind in (

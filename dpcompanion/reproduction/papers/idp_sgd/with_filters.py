@@ -27,9 +27,7 @@ from dpcompanion.training import Callbacks, DPSGDPlan, NormTracker, cross_entrop
 
 @dataclasses.dataclass(frozen=True)
 class Descent:
-    """How a filtered run goes: rate 1 is gradient descent on all examples, a smaller one Poisson
-    batches.
-    """
+    """How a filtered run goes: rate 1 is full gradient descent, a smaller one Poisson batches."""
 
     sample_rate: float
     clip: float
@@ -59,9 +57,7 @@ class Filtered:
 
 
 def filtered(config, descent, kind, seed, run):
-    """One run: the accuracy, and the share of examples that are still in, after each step and at
-    the end.
-    """
+    """One run: accuracy, and the share of examples still in, after each step and at the end."""
     task, found = config.task, problem(config.task, run)
     n, steps = len(found.labels), descent.steps
     noise = find_noise_multiplier(

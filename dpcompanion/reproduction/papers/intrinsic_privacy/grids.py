@@ -18,9 +18,7 @@ INITIALIZATIONS = ("varying", "fixed")
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Plain SGD on one data set: hyperparameters, and how many neighbouring data sets and seeds to
-    train.
-    """
+    """Plain SGD on one data set: hyperparameters, and how many neighbours and seeds to train."""
 
     batch_size: int
     learning_rate: float
@@ -214,9 +212,7 @@ def claim(exhibit, criterion):
 
 
 def trained(name, task, run, initialization="varying", **options):
-    """The weights of a task's grid, (1 + data sets, seeds, parameters) float64, data set 0 first.
-    See `grid_runs`.
-    """
+    """The weights of a task's grid, (1 + data sets, seeds, parameters) float64. See `grid_runs`."""
     return grid_runs(name, task, run, initialization, **options)[0]
 
 

@@ -140,9 +140,7 @@ def run_setting(setting, seed, device):
 
 
 def trained(setting, seed, run):
-    """The run of a setting with a seed: computed once, and kept in the data folder if it takes
-    long.
-    """
+    """The run of a setting with a seed: computed once, kept in the data folder if it takes long."""
     found = second.examples(setting.data, setting.dtype)
     run.note(found.provenance)
     plan = make_plan(setting, len(found.y), 1.0)
