@@ -270,7 +270,9 @@ def _with_seeds(config, seeds, name):
         raise ValueError(
             f"seeds must be a single one, since {name} runs with one seed at a time, got {seeds!r}"
         )
-    return dataclasses.replace(config, **{"seed": seeds[0]} if one else {"seeds": seeds}), seeds
+    return dataclasses.replace(
+        config, **{"seed": next(iter(seeds))} if one else {"seeds": seeds}
+    ), seeds
 
 
 def run(
