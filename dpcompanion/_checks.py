@@ -82,8 +82,7 @@ def in_interval(
 
     `closed` says which ends are allowed: "both", "left", "right" or "neither".
     """
-    # Most values are plain numbers inside the interval, which need no array. All others are
-    # examined below.
+    # Most values are plain numbers inside the interval, and need no array. Others come below.
     if type(value) is float and low < value < high:
         return value
     entries = flat_doubles(name, value)

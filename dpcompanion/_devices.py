@@ -2,8 +2,7 @@
 
 import torch
 
-# Where copies need not be waited for; the meta device, where nothing is copied, stands for a GPU in
-# tests.
+# Where copies need not be waited for; the meta device, which copies nothing, is the GPU of tests.
 _ASYNCHRONOUS = ("cuda", "meta")
 
 

@@ -70,8 +70,7 @@ _OPTIONS = {
     "target_delta": ("--delta", "--target-delta", "DELTA", "the delta that may be spent"),
 }
 
-# Each command: the function in `accounting`, what it takes, and the side to which its answer is
-# rounded.
+# Each command: the function in `accounting`, what it takes, and the side its answer is rounded to.
 _QUESTIONS = {
     "epsilon": (
         "compute_epsilon",

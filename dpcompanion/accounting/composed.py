@@ -90,8 +90,7 @@ class ComposedLoss:
         if self.log_delta(0.0)[0] <= target:
             return 0.0
         low, high = 0.0, math.inf
-        # Newton's method from the tilted mean, near which the answer lies, kept within what is
-        # known.
+        # Newton's method from the tilted mean, near which the answer lies, kept within bounds.
         if not near:
             index = torch.arange(len(self.masses), dtype=torch.float64)
             near = max(self.first + float(index @ self.masses), 1.0) * self.interval

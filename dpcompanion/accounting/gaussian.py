@@ -64,10 +64,8 @@ def gaussian_delta(sensitivity_over_sigma: Numbers, epsilon: Numbers) -> float |
 def _delta(mu, epsilon):
     usual = (mu > 0) & mu.isfinite() & epsilon.isfinite()
     m, e = torch.where(usual, mu, 1.0), torch.where(usual, epsilon, 1.0)
-    a, b = (
-        torch.where(m > 1, (e - m * m / 2 - _rest_of_square(m) / 2) / m, e / m - m / 2),
-        e / m + m / 2,
-    )
+    a = torch.where(m > 1, (e - m * m / 2 - _rest_of_square(m) / 2) / m, e / m - m / 2)
+    b = e / m + m / 2
     # The difference of tails, for mu above 1: e^eps (1 - Phi(b)) = phi(a) M(b) does not overflow.
     apart = (
         torch.erfc(a / math.sqrt(2)) / 2
@@ -141,10 +139,8 @@ def gaussian_epsilon(sensitivity_over_sigma: Numbers, delta: Numbers) -> float |
     # The bracket's upper end holds since delta(eps) <= 1 - Phi(eps/mu - mu/2) <= exp(-(eps/mu -
     # mu/2)^2 / 2) / 2. Rounded up: from a ratio of 1e17 on its second term is less than a last
     # digit of the first.
-    low, high = (
-        torch.zeros_like(mu),
-        (finite**2 / 2 + finite * torch.sqrt(-2 * torch.log(target))) * (1 + 2.0**-50),
-    )
+    low = torch.zeros_like(mu)
+    high = (finite**2 / 2 + finite * torch.sqrt(-2 * torch.log(target))) * (1 + 2.0**-50)
     high = torch.where(_delta(finite, low) <= target, 0.0, high)
     found = bisect(lambda epsilon: _delta(finite, epsilon) <= target, good=high, bad=low)
     return _checks.as_given(

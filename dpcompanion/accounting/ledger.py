@@ -647,8 +647,7 @@ class Ledger:
         deltas = torch.exp(log_deltas)
         if float(deltas.max()) >= 1 or float(deltas[-1]) > least:
             return GaussianMu(math.inf, 1.0)
-        # Between two epsilons delta is at most that at the first, and a Gaussian's at least that at
-        # the second.
+        # Between two epsilons delta is at most the first's, and a Gaussian's at least the second's.
         inside = deltas[:-1] > least
         if not inside.any():
             return GaussianMu(0.0, 0.0)

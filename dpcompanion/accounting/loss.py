@@ -134,12 +134,9 @@ class StepLoss:
         )
         low, high = sorted(ends.tolist())
         least, most = self._loss_and_log_density(ends)[0].tolist()
-        first, last = (
-            math.floor(least / interval),
-            max(math.ceil(most / interval), math.floor(least / interval) + 1),
-        )
-        # No piece crosses a grid point of the loss, and none is so long that four nodes are too
-        # few.
+        first = math.floor(least / interval)
+        last = max(math.ceil(most / interval), math.floor(least / interval) + 1)
+        # No piece crosses a grid point of the loss, and none so long that four nodes are too few.
         grid = torch.arange(first, last + 1, dtype=torch.float64) * interval
         pieces = math.ceil((high - low) / (0.1 * self.scale))
         at = torch.cat(
@@ -163,10 +160,8 @@ class StepLoss:
             * CELL_WEIGHTS
             * torch.exp(log_density + tilt * cell[:, None] * interval - scale)
         )
-        lower_mass, upper_mass = (
-            (mass * (1 - upper)).sum(dim=1),
-            (mass * upper).sum(dim=1) * math.exp(tilt * interval),
-        )
+        lower_mass = (mass * (1 - upper)).sum(dim=1)
+        upper_mass = (mass * upper).sum(dim=1) * math.exp(tilt * interval)
         masses = torch.zeros(last - first + 1, dtype=torch.float64)
         index = (cell - first).long()
         masses.index_add_(0, index, lower_mass).index_add_(0, index + 1, upper_mass)

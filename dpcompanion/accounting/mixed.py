@@ -110,10 +110,8 @@ class ReplacementLoss(StepLoss):
         return smooth_length(float(self.q), min(float(self.sigma), float(self.other)))
 
     def _loss_and_log_density(self, t):
-        above, below = (
-            log_density_ratio(t, self.q, self.sigma),
-            log_density_ratio(-t, self.q, self.other),
-        )
+        above = log_density_ratio(t, self.q, self.sigma)
+        below = log_density_ratio(-t, self.q, self.other)
         return above - below, above - 0.5 * t * t - 0.5 * math.log(2 * math.pi)
 
     def _t_of_loss(self, loss):
@@ -233,8 +231,7 @@ class LaplaceLoss(_Bounded):
         width = at.diff()[:, None]
         loss = at[:-1, None] + width * (CELL_NODES + 1) / 2
         log_mass = (loss - c) / 2 - math.log(4) + torch.log(width / 2 * CELL_WEIGHTS)
-        # In a short piece every node has the cell of its middle, whatever rounding says of those at
-        # its ends.
+        # In a short piece every node has the cell of its middle, however its ends are rounded.
         cell = torch.floor(loss.mean(dim=1, keepdim=True) / interval) * interval
         loss = torch.minimum(torch.maximum(loss, cell), cell + interval * (1 - 1e-12))
         ends = torch.tensor([c, -c], dtype=torch.float64)

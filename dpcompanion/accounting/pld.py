@@ -194,8 +194,7 @@ def compose_near(
 
     if delta is not None:
         return _refined(capped(math.log(delta)), steps, epsilon, None, interval, coarse=coarse)[0]
-    # The rarer the cap, the larger is Chernoff's bound below it: the best cap is where the two
-    # agree.
+    # The rarer the cap, the larger Chernoff's bound below it: the best cap is where the two agree.
     low, high = -690.0, 0.0
     log_delta = (
         high
@@ -278,14 +277,12 @@ def _compose_step(step, steps, epsilon, slope, interval, coarse=1.0):
         interval = min(
             math.sqrt(12 * error / (steps * (1 + slope))), 1e-4 * max(1.0, epsilon / 10), 1 / slope
         )
-        # Near an epsilon that is small itself a coarse grid is of no use: it moves with each
-        # parameter.
+        # Near an epsilon that is small a coarse grid is no use: it moves with each parameter.
         interval = min(coarse * interval, min(coarse, 3.0) * (epsilon + 0.01 / slope) / 100)
         interval = max(interval, (high - low) / (LARGEST_GRID - 2))
     low, high, outside = tilted_window(step, steps, tilt, interval)
     size = (high - low) / interval + 2
-    # So many steps that what the grid adds outweighs what it resolves, or an interval that was
-    # given.
+    # So many steps that what the grid adds outweighs what it resolves, or a given interval.
     if (steps > 1 or given) and not size <= MOST_POINTS:
         raise NoGrid(
             f"sample_rate={float(step.q):g}, noise_multiplier={float(step.sigma):g}, "
@@ -358,8 +355,7 @@ def tilted_window(step, steps, tilt, interval):
         rise = step.log_mgf(tilts) - here + (tilts * (1 + tilts)).clamp(min=0) * interval**2 / 8
         return ((steps * rise - WINDOW_LOG_TAIL) / signed.abs()).nan_to_num(nan=math.inf).min()
 
-    # P(S > s) <= exp(steps (K(tilt + o) - K(tilt)) - o s), and likewise below with negative
-    # offsets.
+    # P(S > s) <= exp(steps (K(tilt + o) - K(tilt)) - o s), likewise below with negative offsets.
     high, low = float(reach(offsets)), -float(reach(-offsets))
     return low, high, 2 * math.exp(WINDOW_LOG_TAIL)
 
@@ -425,8 +421,7 @@ def _delta_on_grids(sample_rate, noise_multiplier, steps, epsilon):
     loss = compose_near(*run, "remove", epsilon)
     worst = loss.delta(epsilon)
     if epsilon < largest_loss_of_adding(sample_rate, steps):
-        # The sum of the losses is below its largest for certain, so delta is below 1 - e^(epsilon -
-        # largest).
+        # The sum of the losses is at most its largest, so delta is below 1 - e^(epsilon - largest).
         largest = largest_loss_of_adding(sample_rate, steps)
         worst = max(
             worst,

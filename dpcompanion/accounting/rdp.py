@@ -98,17 +98,14 @@ def rdp_sampled_gaussian(
     _checks.in_interval("orders", orders, 1, math.inf, closed="neither")
     q, sigma = as_float64_tensors(sample_rate, noise_multiplier)
     alpha = torch.as_tensor(_checks.unlabelled(orders), dtype=torch.float64, device=q.device)
-    shape, q, sigma, alphas = (
-        q.shape + alpha.shape,
-        q.reshape(-1),
-        sigma.reshape(-1),
-        alpha.reshape(-1),
-    )
+    shape = q.shape + alpha.shape
+    q = q.reshape(-1)
+    sigma = sigma.reshape(-1)
+    alphas = alpha.reshape(-1)
 
     log_excess = torch.empty(len(q), len(alphas), dtype=torch.float64, device=q.device)
     by_sum = (alphas == alphas.round()) & (alphas <= _LARGEST_SUM)
-    # Full batches and noiseless steps have closed forms; a stand-in keeps them out of the way
-    # meanwhile.
+    # Full batches and noiseless steps have closed forms; a stand-in keeps them away.
     plain = (q < 1) & (sigma > 0)
     safe_q, safe_sigma = torch.where(plain, q, 0.5), torch.where(sigma > 0, sigma, 1.0)
     if by_sum.any():

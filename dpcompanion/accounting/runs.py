@@ -85,9 +85,8 @@ def compute_epsilon(
     ...     round(compute_epsilon(**reference, accountant="rdp"), 4),
     ... )
     (0.9172, 1.0036)
-    >>> compute_epsilon(
-    ...     sample_rate=0.01, noise_multiplier=[1.0, 2.0], steps=1000, delta=1e-5
-    ... ).round(decimals=3)
+    >>> run = dict(sample_rate=0.01, noise_multiplier=[1.0, 2.0], steps=1000)
+    >>> compute_epsilon(**run, delta=1e-5).round(decimals=3)
     tensor([1.8280, 0.6220], dtype=torch.float64)
     """
     _checks.one_of("accountant", accountant, ACCOUNTANTS)

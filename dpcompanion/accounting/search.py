@@ -149,8 +149,7 @@ def crossings(excess, *, start, low, high, precision, enough=None, slopes=None):
         open_ = open_[torch.where(gap.isnan(), ~ended, gap.abs() > widths[open_]) & ~near]
         f, g, precision, aim = at_good[open_], at_bad[open_], widths[open_], -rooms[open_] / 2
         gap = (bad - good)[open_]
-        # One end is missing: walk on towards it, twice as far each time, or as far as the slope
-        # says.
+        # One end is missing: walk on towards it, twice as far each time, or as the slope says.
         known = torch.where(f.isnan(), g, f)
         walk = torch.where(
             stride[open_].isnan(),
@@ -161,8 +160,7 @@ def crossings(excess, *, start, low, high, precision, enough=None, slopes=None):
             by_slope = ((known - aim).abs() / slopes[open_]).clamp(max=1.0)
             walk = torch.where(known.abs() < 20, torch.minimum(by_slope, 2 * walk), walk)
         walked = y[open_] + torch.where(f.isnan(), walk, -walk)
-        # Else aim a little past the secant's estimate, away from the nearer end, or at what is
-        # enough.
+        # Else aim a little past the secant's estimate, off the nearer end, or at what is enough.
         share = (aim - f) / (g - f)
         past = torch.copysign((precision / 2 / gap.abs()).clamp(0.01, 0.25), 0.5 - share)
         share = share + torch.where(aim < 0, 0.0, past)

@@ -150,10 +150,8 @@ def _laplace(scale, a):
 
 def _randomized_response(epsilon, a):
     """Mironov 2017, proposition 5: no (epsilon, 0)-DP mechanism has larger divergences."""
-    high, low = (
-        -math.log1p(math.exp(-epsilon)),
-        -math.log1p(math.exp(epsilon)) if epsilon < 700 else -epsilon,
-    )
+    high = -math.log1p(math.exp(-epsilon))
+    low = -math.log1p(math.exp(epsilon)) if epsilon < 700 else -epsilon
     return torch.logaddexp(a * high + (1 - a) * low, a * low + (1 - a) * high).clamp(min=0) / (
         a - 1
     )

@@ -281,8 +281,7 @@ def _composed_curve(sample_rate, noise_multiplier, steps, least):
             torch.logspace(math.log10(last) - 8, math.log10(last), _NODES, dtype=torch.float64),
         )
     )
-    # Every loss bounds delta everywhere: the best counts in each direction, the worse of the
-    # directions.
+    # Every loss bounds delta everywhere: the best counts in each direction, the worse of them.
     removed, added = (
         torch.stack([log_deltas_of(loss, epsilons) for loss in composed[direction]]).amin(0)
         for direction in ("remove", "add")

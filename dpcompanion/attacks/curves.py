@@ -80,10 +80,8 @@ def auc(members: Array, nonmembers: Array, *, confidence: float = 0.95) -> Inter
 
     placed, passed = below(members, nonmembers), below(nonmembers, members)
     variance = sum(float(part.var()) / len(part) for part in (placed, passed) if len(part) > 1)
-    value, reach = (
-        float(placed.mean()),
-        float(special.ndtri((1 + confidence) / 2)) * math.sqrt(variance),
-    )
+    value = float(placed.mean())
+    reach = float(special.ndtri((1 + confidence) / 2)) * math.sqrt(variance)
     low, high = max(0.0, value - reach), min(1.0, value + reach)
     trials = min(len(members), len(nonmembers))
     above, below_it = value * trials, (1 - value) * trials

@@ -219,11 +219,9 @@ class _Observer:
         return {"scores": self.scores, "products": self.products, "included": self.included}
 
     def load_state_dict(self, state):
-        self.scores, self.products, self.included = (
-            state["scores"],
-            state["products"],
-            state["included"],
-        )
+        self.scores = state["scores"]
+        self.products = state["products"]
+        self.included = state["included"]
 
 
 class Canaries(NamedTuple):

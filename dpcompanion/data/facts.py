@@ -44,8 +44,7 @@ LANGUAGES = (
     "Vietnamese",
 )
 
-# Per-channel (mean, sd) that other work printed long ago and everyone uses: public, not estimated
-# here.
+# Per-channel (mean, sd) that other work printed long ago and everyone uses: public, no estimates.
 PUBLIC_MOMENTS = {
     "mnist": ((0.1307,), (0.3081,)),
     "mnist-5k": ((0.1307,), (0.3081,)),

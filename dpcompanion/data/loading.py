@@ -204,10 +204,8 @@ def word_tokens(texts: Sequence[str], *, tokens: int = 30_000, length: int = 256
     >>> word_tokens(["A film. A <br />good one", ""], tokens=100, length=5).tolist()
     [[46, 96, 46, 96, 81], [0, 0, 0, 0, 0]]
     """
-    tokens, length = (
-        _checks.whole_number("tokens", tokens, 2),
-        _checks.whole_number("length", length, 1),
-    )
+    tokens = _checks.whole_number("tokens", tokens, 2)
+    length = _checks.whole_number("length", length, 1)
     found = np.zeros((len(texts), length), dtype=np.int64)
     for row, text in zip(found, texts):
         words = re.findall(r"[\w']+", text.replace("<br />", " ").lower())[:length]

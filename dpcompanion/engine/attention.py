@@ -49,8 +49,7 @@ class MultiheadAttention(nn.Module):
     True
     """
 
-    # What PyTorch's Transformer layers ask for, before they take a path of their own past this
-    # layer.
+    # What PyTorch's Transformer layers ask for, before they take their own path past this layer.
     _qkv_same_embed_dim, in_proj_weight, in_proj_bias = False, None, None
 
     def __init__(
@@ -74,10 +73,8 @@ class MultiheadAttention(nn.Module):
                 f"embed_dim must be a multiple of num_heads = {num_heads}, got {embed_dim}"
             )
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
-        self.kdim, self.vdim = (
-            embed_dim if kdim is None else kdim,
-            embed_dim if vdim is None else vdim,
-        )
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
         self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
         made: Any = {"device": device, "dtype": dtype}
         self.q_proj, self.k_proj, self.v_proj = (
@@ -85,8 +82,7 @@ class MultiheadAttention(nn.Module):
             for width in (embed_dim, self.kdim, self.vdim)
         )
         self.out_proj = RNNLinear(embed_dim, embed_dim, bias=bias).to(**made)
-        # A row that is the same for everybody, as a layer: what goes into it is a 1 for each
-        # example.
+        # A row that is the same for everybody, as a layer: its input is a 1 for each example.
         self.bias_k, self.bias_v = (
             RNNLinear(1, embed_dim, bias=False).to(**made) if add_bias_kv else None
             for _ in range(2)

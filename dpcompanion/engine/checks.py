@@ -142,10 +142,8 @@ def _changed_by(alone, together):
         first = last = both[:1]
         for axis, size in enumerate(own.shape[1:], 1):
             size = min(size, both.shape[axis])
-            first, last = (
-                first.narrow(axis, 0, size),
-                last.narrow(axis, both.shape[axis] - size, size),
-            )
+            first = first.narrow(axis, 0, size)
+            last = last.narrow(axis, both.shape[axis] - size, size)
         if first.shape == own.shape and not any(
             torch.allclose(part.double(), own.double(), rtol=1e-3, atol=1e-6, equal_nan=True)
             for part in (first, last)

@@ -137,10 +137,8 @@ class LossCompany:
         since the last call: the loop may have made it of the batch, and then an example moves the
         weight of the others.
         """
-        before, self._fixed = (
-            self._fixed,
-            None if self._fixed is None else _fixed(criterion, args, kwargs, n),
-        )
+        before = self._fixed
+        self._fixed = None if self._fixed is None else _fixed(criterion, args, kwargs, n)
         for what, value in (self._fixed or {}).items():
             old = before.get(what, value)
             if (
@@ -166,11 +164,9 @@ class PerExampleCriterion:
     """
 
     def __init__(self, criterion, watch, loss_reduction):
-        self.criterion, self._watch, self.loss_reduction = (
-            Unreduced(criterion),
-            watch,
-            loss_reduction,
-        )
+        self.criterion = Unreduced(criterion)
+        self._watch = watch
+        self.loss_reduction = loss_reduction
         self._company = LossCompany()
 
     def __call__(self, *args, **kwargs):

@@ -241,10 +241,8 @@ def check_layers(module, mode):
     """
     places = {}
     for name, part in module.named_modules():
-        shown, trained = (
-            repr(name or "module"),
-            any(p.requires_grad for p in part.parameters(recurse=False)),
-        )
+        shown = repr(name or "module")
+        trained = any(p.requires_grad for p in part.parameters(recurse=False))
         # that lists its cells' too
         for p in () if isinstance(part, DPRNNBase) else part.parameters(recurse=False):
             places.setdefault(id(p), []).append((shown, p.requires_grad))

@@ -125,10 +125,8 @@ class IndexRecorder(Dataset):
         self.units = self.handed_out = list(indices)
         if self._rows is not None:
             chosen = self._rows.of(self.units)
-            self.handed_out, self.sizes = (
-                [row for own in chosen for row in own],
-                [len(own) for own in chosen],
-            )
+            self.handed_out = [row for own in chosen for row in own]
+            self.sizes = [len(own) for own in chosen]
         indices = self.handed_out
         if self._workers and indices:
             return self._workers.read(indices)
@@ -159,12 +157,10 @@ class RowChoice:
     """
 
     def __init__(self, ownership, draws, accountant):
-        self._ownership, self._draws, self._accountant, self.n = (
-            ownership,
-            draws,
-            accountant,
-            len(ownership),
-        )
+        self._ownership = ownership
+        self._draws = draws
+        self._accountant = accountant
+        self.n = len(ownership)
         self._seed, self._known = _seed_of(draws.generator), (None, {})
 
     def of(self, persons):
@@ -236,8 +232,7 @@ class _Workers:
 
     def __init__(self, dataset, loader):
         self._count, self._parts = loader.num_workers, []
-        # Seeds of workers come from a generator of their own, so that draws and noise do not depend
-        # on them.
+        # Seeds of workers come from a generator of their own, apart from draws and noise.
         self._loader = DataLoader(
             dataset,
             batch_sampler=self._parts,

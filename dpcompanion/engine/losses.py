@@ -299,8 +299,7 @@ class LossWatch:
             )
         scalars = [o for o in inside if not o.axes(n)]
         if scalars:
-            # The module's own loss: what it sends to the other outputs must be a standard loss of
-            # theirs.
+            # The module's own loss: what it sends to other outputs must be a standard loss of them.
             others = [o for o in one.outputs if o.axes(n) and o.total is not None]
             problems = [self._standard(output, output.total, n, count) for output in others]
             if self._own_loss() is not None:

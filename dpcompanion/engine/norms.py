@@ -41,13 +41,11 @@ class GradientNorms:
     """
 
     def __init__(self, hooks, loss, dataset, collate, *, size, ranks):
-        self._hooks, self._loss, self._dataset, self._collate, self._size = (
-            hooks,
-            loss,
-            dataset,
-            collate,
-            size,
-        )
+        self._hooks = hooks
+        self._loss = loss
+        self._dataset = dataset
+        self._collate = collate
+        self._size = size
         self._method, self._ranks = None, ranks
 
     def __call__(self):
@@ -107,13 +105,11 @@ class PersonNorms:
     """
 
     def __init__(self, hooks, loss, examples, *, size, choice, ranks):
-        self._hooks, self._loss, self._examples, self._size, self._choice = (
-            hooks,
-            loss,
-            examples,
-            size,
-            choice,
-        )
+        self._hooks = hooks
+        self._loss = loss
+        self._examples = examples
+        self._size = size
+        self._choice = choice
         self._method, self._ranks = None, ranks
 
     def __call__(self):

@@ -62,12 +62,10 @@ class Following(DPOptimizer):
 
     def follow(self, draws, noted, accountant, proof, hooks, watch, traceless):
         self.draws, self._noted, self._accountant = draws, noted, accountant
-        self._proof, self.hooks, self._trained, self._watch = (
-            proof,
-            hooks,
-            trainable(hooks._module),
-            watch,
-        )
+        self._proof = proof
+        self.hooks = hooks
+        self._trained = trainable(hooks._module)
+        self._watch = watch
         self._traceless, self.ranks = traceless, current()
         if proof is not None:
             proof.ranks = self.ranks

@@ -467,11 +467,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         counts, full = torch.ones_like(budgets), torch.ones_like(budgets)
         if method == "sample":
             found = sample_parameters(budgets, counts, noise_range=noise_range, **run)
-            rates, norms, noises = (
-                found.sample_rates,
-                max_grad_norm * full,
-                found.noise_multiplier * full,
-            )
+            rates = found.sample_rates
+            norms = max_grad_norm * full
+            noises = found.noise_multiplier * full
         else:
             if method == "scale":
                 found = scale_parameters(budgets, counts, max_grad_norm=max_grad_norm, **run)
@@ -544,10 +542,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             found = super().load_checkpoint(path=buffer, **options)
             check_resumed(self)
             if self.accountant.origin is None and self.accountant.steps < self.accountant.planned:
-                keys, same = (
-                    found["privacy_accountant_state_dict"]["generators"],
-                    digest(self.dataset, self.people),
-                )
+                keys = found["privacy_accountant_state_dict"]["generators"]
+                same = digest(self.dataset, self.people)
                 if ranks.first:
                     find_keys(
                         path,

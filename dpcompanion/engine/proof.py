@@ -84,12 +84,10 @@ class Proof:
 
     def __init__(self, hooks, watched, *, batch_first, loss_reduction, ghost, batch_size, own_loss):
         self._hooks, self._watched, self._inner = hooks, watched, hooks._module
-        self._dim, self._mean, self._ghost, self._batch_size = (
-            int(not batch_first),
-            loss_reduction == "mean",
-            ghost,
-            batch_size,
-        )
+        self._dim = int(not batch_first)
+        self._mean = loss_reduction == "mean"
+        self._ghost = ghost
+        self._batch_size = batch_size
         #: Whether the batch at hand waits for it; how many examples the largest had that did not.
         self.open, self._proved, self.busy = True, 0, False
         self.rows = 0  # of how many examples a pass of the proof is
@@ -150,8 +148,7 @@ class Proof:
         except UnsupportedModuleError as error:
             if not self._numbers or self._own_loss is not False:
                 raise
-            # Without it the module may be as it should; then the loop may take the loss of its
-            # outputs.
+            # Without it the module may be right; then the loop may take the loss of its outputs.
             self.own_loss_mixes = "it is no mean of the examples' own losses"
             self._clear()
             try:

@@ -61,17 +61,13 @@ class _Recurrent(nn.Module):
             bidirectional=bidirectional,
             **options,
         )
-        self.input_size, self.hidden_size, self.num_layers, self.bias = (
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-        )
-        self.batch_first, self.dropout, self.bidirectional = (
-            batch_first,
-            float(dropout),
-            bidirectional,
-        )
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        self.num_layers = num_layers
+        self.bias = bias
+        self.batch_first = batch_first
+        self.dropout = float(dropout)
+        self.bidirectional = bidirectional
         self.proj_size, self._ways = 0, 2 if bidirectional else 1
         self.cells = nn.ModuleList(
             _Cell(

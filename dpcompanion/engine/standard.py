@@ -146,13 +146,11 @@ class Standard:
     """
 
     def __init__(self, name, f, target, *, classes=None, tokens=False, gradient=None):
-        self.name, self._f, self._target, self.classes, self.tokens = (
-            name,
-            f,
-            target,
-            classes,
-            tokens,
-        )
+        self.name = name
+        self._f = f
+        self._target = target
+        self.classes = classes
+        self.tokens = tokens
         self.gradient = gradient
 
     @property

@@ -259,8 +259,7 @@ def _largest_budget(
     Many arguments, since all of the question is the key of the cache.
     """
     level, count = _affordable(levels, sample_rate, noise_multiplier, steps, block, epsilon, delta)
-    # With more the constant strategy at that level would break the promise, or no example could
-    # spend it.
+    # With more a constant strategy at that level would break the promise, or nobody could spend it.
     blocks, cost = math.ceil(steps / block), costs[levels.index(level)]
     budget = blocks * max(costs)
     if count < blocks:
@@ -332,10 +331,8 @@ def _delta(
 
     Many arguments, since all of the question is the key of the cache.
     """
-    pairs, delta = (
-        [SampledGaussian(sample_rate, noise_multiplier / level, block) for level in levels],
-        0.0,
-    )
+    pairs = [SampledGaussian(sample_rate, noise_multiplier / level, block) for level in levels]
+    delta = 0.0
     for direction in DIRECTIONS if sample_rate < 1 else DIRECTIONS[:1]:
         game = worst_case(
             pairs,

@@ -290,8 +290,7 @@ class ExactFilter(NormInput):
                 f"levels must be 0 or among {self._norms[1:].tolist()}, got "
                 f"{float(levels[wrong][0]):g}"
             )
-        # By division: a product of 64 bits could wrap around. No budget pays for more blocks than
-        # 2^53.
+        # By division: 64 bits could wrap around. No budget pays for more blocks than 2^53.
         blocks = min(blocks, 2**53 + 1)
         lacking = self._cost_of(index) > (self._budget - self._spent) // blocks
         if bool(lacking.any()):

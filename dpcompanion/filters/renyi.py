@@ -202,10 +202,8 @@ class RenyiFilter(NormInput):
         overhead = torch.log1p(-1 / usual) - (math.log(delta) + usual.log()) / (usual - 1)
         distinct, which = targets.reshape(-1).unique(return_inverse=True)
         room = distinct[:, None] - overhead
-        budget, best = (
-            room.gather(1, (room / cost).argmax(dim=1, keepdim=True)),
-            (room / cost).argmax(dim=1),
-        )
+        budget = room.gather(1, (room / cost).argmax(dim=1, keepdim=True))
+        best = (room / cost).argmax(dim=1)
         if bool((budget <= 0).any()):
             raise ValueError(
                 f"target_epsilons must leave room for a step at some order, got {distinct[0]:g} at "

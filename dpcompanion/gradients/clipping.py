@@ -244,9 +244,8 @@ def gradient_norms(
             seen not to consist of layers, or a precision that the model or the device does not
             have.
 
-    >>> gradient_norms(
-    ...     torch.nn.Linear(3, 2), cross_entropy, torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])
-    ... ).shape
+    >>> x, y = torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])
+    >>> gradient_norms(torch.nn.Linear(3, 2), cross_entropy, x, y).shape
     torch.Size([5])
     """
     norms = [

@@ -133,10 +133,8 @@ def check_repeats(first, again):
 
 
 def _losses_alike(model, loss, x, y, rows):
-    rows, quiet = (
-        rows.to(x.device),
-        [m for m in model.modules() if isinstance(m, torch.nn.RReLU) and m.training],
-    )
+    rows = rows.to(x.device)
+    quiet = [m for m in model.modules() if isinstance(m, torch.nn.RReLU) and m.training]
     with torch.no_grad(), beginning_alike(model, x.device):
         try:
             for module in quiet:

@@ -482,10 +482,8 @@ def float64_sum(layer, factors):
         return sums
     if isinstance(layer, GhostEmbedding):
         pairs, rows = layer.sums()
-        scaled, size = (
-            rows * factors[pairs // len(layer.module.weight)][:, None],
-            len(layer.module.weight),
-        )
+        scaled = rows * factors[pairs // len(layer.module.weight)][:, None]
+        size = len(layer.module.weight)
         return {"weight": scaled.new_zeros(size, rows.shape[1]).index_add_(0, pairs % size, scaled)}
     ((a, g),) = layer.uses
     a, g = a.reshape(len(a), -1).double(), g.reshape(len(g), -1).double() * factors[:, None]

@@ -173,10 +173,8 @@ def weight_gradients(module, uses):
     out, inside, *kernel = module.weight.shape
 
     def of_use(a, g):
-        found, positions = (
-            g.new_empty(len(a), out, *kernel, inside),
-            count_positions(module, [(a, g)]),
-        )
+        found = g.new_empty(len(a), out, *kernel, inside)
+        positions = count_positions(module, [(a, g)])
         strips = bool(kernel) and _by_strips(module, positions, g.dtype)
         seen = module.weight[0].numel() // (kernel[0] if strips else 1)
         # More in bfloat16: of few examples its products are too short for what it takes to begin
@@ -199,11 +197,9 @@ def _at_once(module, a, g, found, room):
 
 def _by_rows(conv, a, g, found, room):
     """Of patches of 3 x 3 pixels only a third is copied, with a product a row of the kernel."""
-    inputs, positions, per_row = (
-        _strips(conv, a, room),
-        g[0, 0].numel(),
-        conv.dilation[0] * g.shape[3],
-    )
+    inputs = _strips(conv, a, room)
+    positions = g[0, 0].numel()
+    per_row = conv.dilation[0] * g.shape[3]
     outputs = g.reshape(len(inputs), -1, positions)
     found = found.view(len(inputs), outputs.shape[1], conv.kernel_size[0], -1)
     for row in range(conv.kernel_size[0]):

@@ -34,8 +34,7 @@ from dpcompanion.gradients.sums import bytes_left
 #: as many change little.
 BYTES, FEWEST, MOST = 2**24, 32, 512
 
-# {model: {what else matters: bytes that an example leaves}}: they depend on shapes alone, and are
-# counted once.
+# {model: {what else matters: bytes that an example leaves}}: counted once, by shapes alone.
 _counted = weakref.WeakKeyDictionary()
 
 

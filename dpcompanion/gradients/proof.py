@@ -43,8 +43,7 @@ from dpcompanion.gradients.independence import check_company, check_independence
 from dpcompanion.gradients.tensors import UnsupportedModel, in_best_format, losses_in, tolerances
 from dpcompanion.gradients.traces import beginning_alike, evaluating, weights_nearby
 
-# Examples that are looked through, those of them whose gradients are computed, and those that are
-# compared.
+# Examples that are looked through, those with gradients computed, and those compared.
 _LOOKED_THROUGH, PROBED, COMPARED = 64, 16, 4
 
 
@@ -185,10 +184,8 @@ def prove_alone(model, loss, x, y, candidate):
     mode nothing can be said.
     """
     with evaluating(model):
-        rows, way = (
-            largest_gradients(model, loss, x, y).tolist(),
-            _Way(model, loss, x, y, candidate),
-        )
+        rows = largest_gradients(model, loss, x, y).tolist()
+        way = _Way(model, loss, x, y, candidate)
         if rows and all(map(torch.equal, way.alone(rows[0]), way.alone(rows[0]))):
             twice(way.parameters, way.compare, rows, nearby=rows)
 

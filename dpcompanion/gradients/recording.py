@@ -58,10 +58,8 @@ class Recorder:
             # Made once for all examples, as embeddings of positions are: each gets a use of its
             # own, of the same numbers, in whose place the broadcast of what comes after would have
             # put them.
-            a, output = (
-                a.expand(self._examples, *a.shape[1:]),
-                output.expand(self._examples, *output.shape[1:]),
-            )
+            a = a.expand(self._examples, *a.shape[1:])
+            output = output.expand(self._examples, *output.shape[1:])
         # Once a view is changed in place, autograd no longer comes by the node that it had. A
         # tensor of its own keeps that node (linear layers on more than two axes and instance norm
         # return views).

@@ -233,10 +233,8 @@ def functional(model, loss, x, y, max_grad_norm, stacked=None, float64=False):
         gradients, losses = torch.func.vmap(gradients_and_losses(model, loss))(
             stacked, x.unflatten(0, (runs, -1)), y.unflatten(0, (runs, -1))
         )
-        gradients, losses = (
-            {name: g.flatten(0, 1) for name, g in gradients.items()},
-            losses.flatten(),
-        )
+        gradients = {name: g.flatten(0, 1) for name, g in gradients.items()}
+        losses = losses.flatten()
     layer = Explicit(gradients)
     dtype = next(g.dtype for g in gradients.values())
     return _clip({"": layer}, layer.squared_norms(), losses, max_grad_norm, dtype, runs, float64)

@@ -108,10 +108,8 @@ def squared_norms(tensor):
         squares = torch.linalg.vector_norm(flat, dim=1).square()
     else:
         blocks = flat.shape[1] // _SUMMED
-        whole, rest = (
-            flat[:, : blocks * _SUMMED].unflatten(1, (blocks, _SUMMED)),
-            flat[:, blocks * _SUMMED :],
-        )
+        whole = flat[:, : blocks * _SUMMED].unflatten(1, (blocks, _SUMMED))
+        rest = flat[:, blocks * _SUMMED :]
         norms = (
             torch.linalg.vector_norm(whole, dim=2),
             torch.linalg.vector_norm(rest, dim=1, keepdim=True),

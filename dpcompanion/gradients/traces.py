@@ -208,10 +208,8 @@ def probing(model):
     """Passes that only try a model: it ends as it was, and one that writes into a parameter is
     refused by its name.
     """
-    places, before = (
-        [(m._parameters, dict(m._parameters)) for m in model.modules()],
-        noted(model, values=True),
-    )
+    places = [(m._parameters, dict(m._parameters)) for m in model.modules()]
+    before = noted(model, values=True)
     with buffers_kept(model):
         try:
             try:

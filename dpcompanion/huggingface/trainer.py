@@ -168,10 +168,8 @@ class PersonalTrainer(Trainer):
         self._loop: Any = None
         self._tracker: NormTracker | None = None
         self._found: str | None = None
-        batch, self._max_grad_norm = (
-            args.per_device_train_batch_size * args.gradient_accumulation_steps,
-            args.max_grad_norm,
-        )
+        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self._max_grad_norm = args.max_grad_norm
         self._precision = "bf16" if args.bf16 else None
         # The Trainer's own loop takes one step for each draw, and neither clips nor casts.
         args = copy.copy(args)

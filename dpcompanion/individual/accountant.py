@@ -376,8 +376,7 @@ class IndividualAccountant(NormHistory):
         if not self.keeps_norms:
             state["accounts"] = state["accounts"] * scale
         else:
-            # Of each level and those above it, rounded up: between 0 and T, and falling in the
-            # level.
+            # Of each level and those above it, rounded up: between 0 and T, falling in the level.
             above = state["accounts"].double().flip(1).cumsum(1)
             above = torch.ceil(above * scale - 1e-9).to(torch.int64)
             state["accounts"] = (

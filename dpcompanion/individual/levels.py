@@ -9,8 +9,7 @@ import torch
 #: So many distinct norms are kept as they are; more are rounded up to a grid of as many levels.
 DISTINCT = 2048
 
-# So many counts are kept, whatever the number of examples: of more than half a million fewer
-# levels.
+# So many counts are kept, whatever the number of examples: of above half a million fewer levels.
 _COUNTS, _LEAST = 2**30, 64
 
 

@@ -45,8 +45,7 @@ class NormHistory:
         self.device = torch.device("cpu" if device is None else device)
         # The most steps that were recorded of any example; None where the device has to be asked.
         self._most = 0
-        # Whether something that was recorded cannot be, where the device has to be asked; see
-        # `_refuse`.
+        # Whether something recorded cannot be, where the device has to be asked; see `_refuse`.
         self._wrong = None
         self._steps = torch.zeros(self.n, dtype=torch.int64, device=self.device)  # of each example
 
@@ -73,8 +72,7 @@ class NormHistory:
         elif here.numel() and not (here.min() >= 0 and here.max() < math.inf):  # nor for NaN
             _checks.in_interval("norms", norms, 0, math.inf, closed="left")
         if norms.dtype != torch.float64:
-            # A norm that was summed in few digits may lie a few of its last places below the true
-            # one.
+            # A norm summed in few digits may lie a few of its last places below the true one.
             share = share * margin(norms.dtype)
         return share.clamp(max=1.0)
 
@@ -104,8 +102,7 @@ class NormHistory:
         if not isinstance(steps, torch.Tensor) or not steps.ndim:
             number = _checks.whole_number("steps", steps, 0, MOST)
             return torch.full((), number, dtype=torch.int64, device=self.device).expand(count)
-        # Larger ones than a count can hold must not even be added up: sums of 64 bits wrap around,
-        # too.
+        # Larger ones than a count can hold must not be added up: sums of 64 bits wrap around, too.
         whole = not (_checks.real("steps", steps).is_floating_point() or steps.dtype == torch.bool)
         if self._away(steps) and steps.shape == (count,) and whole:
             steps = self._refuse((steps < 0) | (steps > MOST), steps, 0)

@@ -70,8 +70,7 @@ MOST_CELLS = 2.0**51
 
 # One thread of a forked process draws a new key, and the rest wait for it.
 _FORKED = threading.Lock()
-# How many forks lie behind this process: numbers of processes alone come again, as in a new
-# namespace.
+# How many forks lie behind this process: numbers of processes come again, as in namespaces.
 _forks = 0
 
 

@@ -298,14 +298,10 @@ def augmented_sigma(
     """
     _checks.one_of("mechanism", mechanism, _MECHANISMS)
     given = sensitivity, sigma_intrinsic, target_epsilon, target_delta
-    sensitivity, own = (
-        _at_least_0("sensitivity", sensitivity),
-        _at_least_0("sigma_intrinsic", sigma_intrinsic),
-    )
-    epsilon, delta = (
-        _positive("target_epsilon", target_epsilon),
-        _delta(target_delta, "target_delta"),
-    )
+    sensitivity = _at_least_0("sensitivity", sensitivity)
+    own = _at_least_0("sigma_intrinsic", sigma_intrinsic)
+    epsilon = _positive("target_epsilon", target_epsilon)
+    delta = _delta(target_delta, "target_delta")
     if mechanism == "analytic":
         target = sensitivity / gaussian_mu(epsilon, delta)
     else:
@@ -347,8 +343,7 @@ def noise_covariance(weights: Array, *, shrinkage: float | None = None) -> Noise
     sample = (residuals.mT @ residuals).mean(0) / seeds
     mean = sample.diag().mean() * torch.eye(size, dtype=sample.dtype, device=sample.device)
     if shrinkage is None:
-        # The mean of ||r r' - S||^2 over draws is the mean of |r|^4 less |S|^2, averaged over data
-        # sets.
+        # The mean of ||r r' - S||^2 over draws is the mean of |r|^4 less |S|^2, over data sets.
         spread = residuals.square().sum(-1).square().mean() - sample.square().sum()
         distance = (sample - mean).square().sum()
         shrinkage = min(1.0, float(spread / (seeds * distance))) if distance > 0 else 1.0

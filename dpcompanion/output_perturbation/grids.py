@@ -246,12 +246,10 @@ class _Runs:
     """The runs of some seeds on all data sets: weights[k] is (seeds, data sets, ...)."""
 
     def __init__(self, model, features, labels, data_sets, seeds, batch_size, initialization):
-        self.model, self.features, self.labels, self.batch_size = (
-            model,
-            features,
-            labels,
-            batch_size,
-        )
+        self.model = model
+        self.features = features
+        self.labels = labels
+        self.batch_size = batch_size
         self.generators = [_stream(seed) for seed in seeds]
         starts = [model.start(features.shape[1], generator) for generator in self.generators]
         if initialization != "varying":

@@ -261,10 +261,8 @@ def coupled_epsilon(
         ) | epsilon.isinf()
 
     done = reached(torch.zeros((), dtype=torch.float64))
-    low, high = (
-        torch.zeros_like(done, dtype=torch.float64),
-        torch.ones_like(done, dtype=torch.float64),
-    )
+    low = torch.zeros_like(done, dtype=torch.float64)
+    high = torch.ones_like(done, dtype=torch.float64)
     while not bool((enough := reached(high)).all()):
         low, high = torch.where(enough, low, high), torch.where(enough, high, 2 * high)
     found = torch.where(done, 0.0, bisect(reached, good=high, bad=low, halvings=50))

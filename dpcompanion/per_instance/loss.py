@@ -359,6 +359,5 @@ def _log_largest(epsilon, floors, shares):
         x = (low + high) / 2
         rising = 1 / torch.expm1(x) > (torch.softmax(terms(x), -1) * steep).sum(-1)
         low, high = torch.where(rising, x, low), torch.where(rising, high, x)
-    # Beyond x = 50 the first factor is 1, and with order 1 in the list the second may go on to its
-    # limit.
+    # Beyond x = 50 the first factor is 1, and with order 1 in the list the second may go on.
     return torch.log(-torch.expm1(-high)) - torch.logsumexp(terms(low), -1) + 1e-9

@@ -192,10 +192,8 @@ class Chapter:
             keys, labels, options: see `compare`.
         """
         name = self.name(exhibit)
-        one, judged_by = (
-            scoreboard.exhibit_status(name),
-            [name, *(each.of for each in experiments.criteria(name))],
-        )
+        one = scoreboard.exhibit_status(name)
+        judged_by = [name, *(each.of for each in experiments.criteria(name))]
         judged_by = list(dict.fromkeys(judged_by))
         found: dict[str, list[Record]] = {}
         if recorded := [record for record in map(self._recorded, judged_by) if record is not None]:

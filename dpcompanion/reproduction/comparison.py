@@ -58,9 +58,8 @@ class Comparison:
     def counts(self) -> dict[str, int]:
         """How many rows have which verdict.
 
-        >>> compare(
-        ...     "idp-sgd/table-5", live={"mnist.sigma": 3.4247, "mnist.iterations": 9375}
-        ... ).counts()
+        >>> live = {"mnist.sigma": 3.4247, "mnist.iterations": 9375}
+        >>> compare("idp-sgd/table-5", live=live).counts()
         {'matches': 1, 'close': 1}
         """
         found = [row.verdict for row in self.rows]

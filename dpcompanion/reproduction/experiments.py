@@ -323,8 +323,7 @@ def run(
     with tempfile.TemporaryDirectory() as scratch:
         path = records.path_of(name, preset, scratch if out is None else out)
         parts = path.with_name(f".{path.stem}.parts")
-        # Asked before the work begins: an edit during a long run is none of the code that made the
-        # record.
+        # Asked before the work begins: an edit during a long run is not in the record.
         this, made_with = Run(config, device, parts, found.version), provenance.software()
         started = time.perf_counter()
         with contextlib.ExitStack() as spread:

@@ -97,8 +97,7 @@ def resumable(
             lambda name: _is_there(kept_in, name, hashed),
         ):
             results[name], made = _arrived(kept_in, name, hashed)
-            # This run's own, however often it is read again, but for what an earlier run had done
-            # of it.
+            # This run's own, however often it is read again, but for an earlier run's part.
             seen[_path(kept_in, name)] = (
                 {**made, "seconds": made["earlier"]} if made.get("earlier") else None
             )

@@ -371,8 +371,7 @@ def verdict(
         _checks.in_interval(name, value, 0, math.inf, closed="left")
     ours, paper = float(ours), float(published)
     distance = 0.0 if ours == paper else abs(ours - paper)
-    # A number that rounds to exactly half a unit must not depend on the last bit of the
-    # subtraction.
+    # A number that rounds to just half a unit must not depend on the last bit of the subtraction.
     slack = 1e-12 * max(1.0, abs(paper)) if rounding else 0.0
     if distance <= 2 * math.hypot(sd_ours, sd_published) + rounding + slack:
         return "matches"

@@ -18,8 +18,7 @@ from dpcompanion.training.people import OfPersons, PersonItems
 
 # By how much a clipped norm, worked out in float32, may seem too long.
 _ROUNDING = 1e-6
-# What is asked of a filter at each step; the rest of the protocol is for checkpoints and
-# statements.
+# What is asked of a filter at each step; the rest is for checkpoints and statements.
 _OF_A_FILTER = ("n", "sample_rate", "noise_multiplier", "max_grad_norm", "clip_norms")
 
 

@@ -472,10 +472,8 @@ class TrainingLoop:
         whether that lies on the device.
         """
         # Avoid host syncs: never read GPU values here.
-        limits, away = (
-            self.plan.clip_norms(drawn),
-            any(norms is not None and on_accelerator(norms) for norms in lower),
-        )
+        limits = self.plan.clip_norms(drawn)
+        away = any(norms is not None and on_accelerator(norms) for norms in lower)
         for norms in lower:
             if norms is not None:
                 there = self.device if away else norms.device
@@ -558,10 +556,8 @@ class TrainingLoop:
         """A callback has asked for the end: the history is that of the steps taken."""
         run, history = self.run, self.run.history
         history.stopped = run.step < run.plan.steps
-        history.losses, history.batch_sizes = (
-            history.losses[: run.step],
-            history.batch_sizes[: run.step],
-        )
+        history.losses = history.losses[: run.step]
+        history.batch_sizes = history.batch_sizes[: run.step]
 
     def count_dropped(self):
         count, history = int(self.dropped), self.run.history
@@ -579,10 +575,8 @@ class TrainingLoop:
         run = self.run
 
         def described():
-            module, trackers = (
-                run.model,
-                [(type(item).__name__, item.state_dict()) for item in self.trackers],
-            )
+            module = run.model
+            trackers = [(type(item).__name__, item.state_dict()) for item in self.trackers]
             return {
                 "plan": distributed.digest(run.plan.config()),
                 "data": self.data_digest,

@@ -147,11 +147,9 @@ class Ensemble:
         own = {name: p for name, p in self._template.named_parameters() if p.requires_grad}
         self._shapes, self._places, end = {}, {}, 0
         for name, p in own.items():
-            self._shapes[name], self._places[name], end = (
-                p.shape,
-                slice(end, end + p.numel()),
-                end + p.numel(),
-            )
+            self._shapes[name] = p.shape
+            self._places[name] = slice(end, end + p.numel())
+            end += p.numel()
         like = {"dtype": next(iter(own.values())).dtype, "device": self.device}
         self.vectors = (
             torch.stack([self._vector(one) for one in models])
@@ -372,10 +370,8 @@ class Ensemble:
         """Whether two different runs give stacked what each gives alone, in this precision."""
         rows = proof.largest_gradients(self._template, self.loss, self.x, self.y)
         x, y = self.x[rows], self.y[rows]
-        model, pair = (
-            copy.deepcopy(self._template),
-            torch.stack([self.vectors[0], self.vectors[0] / 2]),
-        )
+        model = copy.deepcopy(self._template)
+        pair = torch.stack([self.vectors[0], self.vectors[0] / 2])
         try:
             network = StackedNetwork(self._template)
             network.load(self.split(pair))

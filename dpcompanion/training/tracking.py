@@ -152,8 +152,7 @@ class NormTracker(OwnLoop):
         self.norms = torch.full(
             (accountant.n,), accountant.max_grad_norm, dtype=torch.float64, device=accountant.device
         )
-        # Of each example: the steps that are in the account. Since then it is charged for
-        # `_charged`.
+        # Of each example: the steps in the account. Since then it is charged for `_charged`.
         self._recorded = torch.zeros(accountant.n, dtype=torch.int64, device=accountant.device)
         self._charged, self._limits = self.norms, None
         self._trajectory, self._kept = [], []

@@ -65,10 +65,8 @@ def batches(runs, n, rate, generator):
 
     The gaps between the examples that are drawn are geometric.
     """
-    width, log_missed = (
-        int(n * rate + 6 * (n * rate) ** 0.5 + 10),
-        torch.log1p(-torch.tensor(rate, dtype=torch.float64)),
-    )
+    width = int(n * rate + 6 * (n * rate) ** 0.5 + 10)
+    log_missed = torch.log1p(-torch.tensor(rate, dtype=torch.float64))
     places = torch.full((runs, 1), -1, dtype=torch.int64)
     while int(places[:, -1].min()) < n:
         uniform = torch.rand(runs, width, generator=generator, dtype=torch.float64)
@@ -92,11 +90,9 @@ def side_by_side(x, y, point_x, point_y, plan, *, kind, runs, order, learning_ra
     lanes, limit, noise_std = runs * points, plan.max_grad_norm, plan.noise_std
     who = torch.arange(points).repeat(runs)
     weights = torch.zeros(lanes, x.shape[1], 10, dtype=x.dtype)
-    one_hot, own_x, own_hot = (
-        F.one_hot(y, 10).to(x.dtype),
-        point_x[who, None],
-        F.one_hot(point_y, 10).to(x.dtype)[who, None],
-    )
+    one_hot = F.one_hot(y, 10).to(x.dtype)
+    own_x = point_x[who, None]
+    own_hot = F.one_hot(point_y, 10).to(x.dtype)[who, None]
     lengths, own_length = x.norm(dim=1), own_x.norm(dim=2)
     common = {
         "sample_rate": plan.sample_rate,

@@ -234,8 +234,7 @@ def figure_1(config, run):
 def _first_step_dearer(record):
     for name, direction, row in _rows(record):
         mean, low = record.values[f"{row}.first"], record.values[f"{row}.first_p10"]
-        # Nine points in ten of those seen lie at the 10th percentile or above, and none lies below
-        # 0.
+        # Nine points in ten of those seen lie at the 10th percentile or above, none below 0.
         n = points_of(record, name)
         share = intervals.Interval(
             mean, low * intervals.share(math.floor(0.9 * n), n).low, math.inf
@@ -256,10 +255,8 @@ def _falls_well_below(record):
 )
 def _long_tail(record):
     for name, direction, row in _rows(record):
-        low, mean = (
-            _low_end(record, row),
-            mean_of(record.values[f"{row}.last"], points_of(record, name)),
-        )
+        low = _low_end(record, row)
+        mean = mean_of(record.values[f"{row}.last"], points_of(record, name))
         yield (
             f"{name}, {direction}",
             f"{low.estimate:.0e} of {mean.estimate:.2f}",

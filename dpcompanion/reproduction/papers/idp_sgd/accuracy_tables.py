@@ -192,10 +192,8 @@ def text_trial(task, found, kind, seed, config, run):
     optimizer = getattr(torch.optim, task.optimizer)(
         model.parameters(), lr=task.learning_rate, **options
     )
-    test_features, test_labels = (
-        found.test_features.to(run.device),
-        found.test_labels.to(run.device),
-    )
+    test_features = found.test_features.to(run.device)
+    test_labels = found.test_labels.to(run.device)
     history = train(
         model,
         cross_entropy,

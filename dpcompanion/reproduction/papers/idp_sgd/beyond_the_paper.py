@@ -130,8 +130,7 @@ def audit(
     bounds = []
     for p in range(len(budgets)):
         inside, outside = ratios[0][:, p], ratios[1][:, p]
-        # Thresholds are judged on the first half; the bound uses the best of them, on the second
-        # half.
+        # Thresholds are judged on the first half; the bound uses the best, on the second half.
         candidates = outside[:half].quantile(torch.linspace(0.5, 0.9995, 60, dtype=torch.float64))
 
         def bound(threshold, part):

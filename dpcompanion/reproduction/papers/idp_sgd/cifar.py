@@ -73,10 +73,8 @@ def kept_trial(config, task, kind, seed, run):
     method, groups, budgets, strictest = assignment(config, kind, found.labels, seed)
     plan = plan_of(method, groups, budgets, task.training, delta=config.delta)
     model = network(task, seed).to(run.device)
-    test_features, test_labels = (
-        found.test_features.to(run.device),
-        found.test_labels.to(run.device),
-    )
+    test_features = found.test_features.to(run.device)
+    test_labels = found.test_labels.to(run.device)
     own_features, own_labels = (
         part[strictest].to(run.device) for part in (found.features, found.labels)
     )

@@ -109,10 +109,8 @@ _MOVES = (
 def own_budget_matters(record):
     for level, sign in (("higher", 1), ("lower", -1)):
         moved = sign * np.array(record.values[f"{level}.own"])
-        gain, gaining = (
-            intervals.mean(moved),
-            intervals.share(int((moved > 1e-9).sum()), len(moved)),
-        )
+        gain = intervals.mean(moved)
+        gaining = intervals.share(int((moved > 1e-9).sum()), len(moved))
         yield (
             level,
             f"{sign * gain.estimate:+.1f} points, {gaining.estimate * len(moved):.0f} of "

@@ -105,10 +105,8 @@ def trained(task, plan, filter, learning_rate, seed, run):
     found = problem(task, run)
     model = network(task, seed).to(run.device)
     examples = found.features.to(run.device), found.labels.to(run.device)
-    test_features, test_labels = (
-        found.test_features.to(run.device),
-        found.test_labels.to(run.device),
-    )
+    test_features = found.test_features.to(run.device)
+    test_labels = found.test_labels.to(run.device)
     budget, trackers, course = filter and Watched(filter, plan.steps_per_epoch), [], []
     if filter:
         trackers = [
@@ -254,10 +252,8 @@ def exact_filter(config, run):
     """
     pieces = {f"{kind}.seed-{seed}": (kind, seed) for seed in config.seeds for kind in config.kinds}
     problem(config.task, run)
-    done, values = (
-        run.pieces(lambda piece: promised(config, *pieces[piece], run), pieces, label="filters"),
-        {},
-    )
+    done = run.pieces(lambda piece: promised(config, *pieces[piece], run), pieces, label="filters")
+    values = {}
     for kind in config.kinds:
         each = [done[f"{kind}.seed-{seed}"] for seed in config.seeds]
         values |= gathered(each, kind)
@@ -385,10 +381,8 @@ def table_4_exact(config, run):
     """The kinds of table 4, each pass a step."""
     pieces = {f"{kind}.seed-{seed}": (kind, seed) for seed in config.seeds for kind in config.kinds}
     problem(config.task, run)
-    done, values = (
-        run.pieces(lambda piece: again(config, *pieces[piece], run), pieces, label="filters"),
-        {},
-    )
+    done = run.pieces(lambda piece: again(config, *pieces[piece], run), pieces, label="filters")
+    values = {}
     for kind in config.kinds:
         values |= gathered([done[f"{kind}.seed-{seed}"] for seed in config.seeds], kind)
     return values

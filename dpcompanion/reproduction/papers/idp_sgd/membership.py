@@ -274,10 +274,8 @@ _LESS = "examples at 10 leak less under Sample than under DP-SGD at 10"
 @finding("idp-sgd/figures-8-10", _LESS, of="idp-sgd/figures-8-10-short")
 def strict_leak_less(record):
     # Models of one number are trained on the same halves.
-    own, dpsgd = (
-        _of_targets(record, "auc_each.eps_10"),
-        _of_targets(record, "dpsgd-10.auc_each.eps_10"),
-    )
+    own = _of_targets(record, "auc_each.eps_10")
+    dpsgd = _of_targets(record, "dpsgd-10.auc_each.eps_10")
     less = intervals.difference(dpsgd, own)
     yield (
         "Sample",

@@ -75,10 +75,8 @@ class Encoder(nn.Module):
 
     def __init__(self, *, tokens, classes, width, heads, blocks, length):
         super().__init__()
-        self.tokens, self.places = (
-            nn.Embedding(tokens, width, padding_idx=0),
-            nn.Embedding(length, width),
-        )
+        self.tokens = nn.Embedding(tokens, width, padding_idx=0)
+        self.places = nn.Embedding(length, width)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
 

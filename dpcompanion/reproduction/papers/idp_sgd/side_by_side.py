@@ -78,10 +78,8 @@ def compared(config, run, plan):
     runs = [(kind, seed) for kind in config.kinds for seed in config.seeds]
     parts = [runs[i : i + config.together] for i in range(0, len(runs), config.together)]
     parts = {records.hash_of(part)[:12]: part for part in parts}
-    test_features, test_labels = (
-        found.test_features.to(run.device),
-        found.test_labels.to(run.device),
-    )
+    test_features = found.test_features.to(run.device)
+    test_labels = found.test_labels.to(run.device)
 
     def work(piece):
         part = parts[piece]

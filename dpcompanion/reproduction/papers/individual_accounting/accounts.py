@@ -87,10 +87,8 @@ def by_groups(config, run, **changes):
     values = left_out(config, run)
     for name, task in runnable(config, run).items():
         found = trained(dataclasses.replace(task, **changes), config.seed, run)
-        epsilon, accuracy = (
-            found.by_group(found.epsilon()),
-            found.by_group(found.test_right, test=True),
-        )
+        epsilon = found.by_group(found.epsilon())
+        accuracy = found.by_group(found.test_right, test=True)
         worst, best = int(accuracy.argmin()), int(accuracy.argmax())
         values |= named(
             name,

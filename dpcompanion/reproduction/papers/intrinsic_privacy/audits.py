@@ -246,11 +246,9 @@ def algorithm_1(config, run):
     values, arrays = {}, {}
     for row, delta, bound, weights, grid, chosen in _cases(config, run):
         fit, trial = weights.split(weights.shape[1] // 2, 1)
-        view, sigma, star = (
-            gaussian_view(fit),
-            op.intrinsic_sigma(grid),
-            op.empirical_sensitivity(grid[1:]),
-        )
+        view = gaussian_view(fit)
+        sigma = op.intrinsic_sigma(grid)
+        star = op.empirical_sensitivity(grid[1:])
         spectrum = torch.linalg.eigvalsh(view["covariance"]).flip(0).sqrt()
         each = 1 - (1 - config.confidence) / (2 * len(chosen))
         found = {
@@ -336,10 +334,8 @@ def algorithm_2(config, run):
             )
 
         def report(kind, added):
-            epsilons, audits = (
-                torch.stack([mus(a).max() for a in added]),
-                torch.stack([audited(a) for a in added]).T,
-            )
+            epsilons = torch.stack([mus(a).max() for a in added])
+            audits = torch.stack([audited(a) for a in added]).T
             return {
                 f"{row}.{kind}.added": added,
                 f"{row}.{kind}.epsilon_covariance": gaussian_epsilon(epsilons, delta),
@@ -393,8 +389,7 @@ def _attacked(record, tasks, mu, epsilon):
     for name in tasks:
         for start in INITIALIZATIONS:
             row = f"{name}.{start}.canary"
-            # What an attack shows, at 95% for all attacks together, is a lower end and nothing
-            # else.
+            # What an attack shows, at 95% for all attacks together, is a lower end alone.
             seen = max(record.values[f"{row}.mu_audited"])
             shown = max(record.values[f"{row}.epsilon_of_mu_audited"])
             yield (

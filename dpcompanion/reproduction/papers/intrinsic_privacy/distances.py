@@ -195,11 +195,9 @@ def table_3(config, run):
             initialization: trained(name, task, run, initialization)[1:]
             for initialization in INITIALIZATIONS
         }
-        sigma, star, delta = (
-            op.intrinsic_sigma(grids["varying"]),
-            op.empirical_sensitivity(grids["varying"]),
-            1 / examples,
-        )
+        sigma = op.intrinsic_sigma(grids["varying"])
+        star = op.empirical_sensitivity(grids["varying"])
+        delta = 1 / examples
 
         def epsilon(sensitivity, sigma=sigma, mechanism="analytic"):
             return op.intrinsic_epsilon(sensitivity, sigma, delta, mechanism=mechanism)
@@ -424,10 +422,8 @@ def right_tail(record, names):
         median, largest = (record.values[f"{name}.classical.{key}"] for key in ("median", "max"))
         median = _median(record, name, "classical", "data_sets", median)
         # As many values as there are independent pairs, at even levels of the histogram.
-        pairs, counts = (
-            _independent(record, name, "data_sets"),
-            record.arrays[f"{name}.classical"].cumsum(),
-        )
+        pairs = _independent(record, name, "data_sets")
+        counts = record.arrays[f"{name}.classical"].cumsum()
         even = (
             10
             ** LOG_EDGES[1 + np.searchsorted(counts, (np.arange(pairs) + 0.5) / pairs * counts[-1])]

@@ -33,8 +33,7 @@ PAPER = {
     "adult": Task(32, 0.5, 3400, seeds=161, data_sets=80),
 }
 UNSCALED = {"mnist-binary-unscaled": PAPER["mnist-binary"]}
-# Its printed numbers come from digits that are not scaled, as in its public code; its text says
-# scaled.
+# Its printed numbers come from digits that are not scaled, as in its public code, unlike its text.
 SCALED = "mnist-binary"
 QUICK = {
     "digits": Task(32, 1.0, 120, seeds=40, data_sets=20),
