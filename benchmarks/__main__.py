@@ -88,8 +88,7 @@ def machine():
 
 
 def tables(section):
-    r"""The tables of a section of the README, with the line below that names the machine, by make
-    of processor.
+    r"""A section's tables in the README and the line that names the machine, by make of processor.
 
     >>> tables("## one\n\nWhat is timed.\n\n| ms |\n|---|\n| 1 |\n\nAcme 3, 2 cores; Python 3.\n")
     {'Acme 3': '| ms |\n|---|\n| 1 |\n\nAcme 3, 2 cores; Python 3.'}

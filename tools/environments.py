@@ -81,9 +81,7 @@ git clone -q "$ROOT" "$CLONE" && cd "$CLONE" && make .venv/.installed || {
 
 
 def run(name, command, folder):
-    """(the exit status; what there is to say) of a command in an environment, or in several joined
-    by "+".
-    """
+    """(the exit status; what there is to say) of a command in environments joined by "+"."""
     (folder / "made").mkdir()
     made = "".join(f"{ENVIRONMENTS[part]}\n" for part in name.split("+"))
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

@@ -60,9 +60,7 @@ def tasks(options):
 
 
 def remaining():
-    """{record: seeds, none for its own} that the scoreboard lists as left to run, those that take
-    days last.
-    """
+    """{record: seeds, none for its own} that the scoreboard lists as left, those of days last."""
     from dpcompanion.reproduction import scoreboard
 
     said = [
@@ -99,9 +97,7 @@ def attempt(command, seconds=None, into=None):
 
 
 def work(options):
-    """Do the tasks that are left; the exit status: 1 where one failed, 3 where some are left, else
-    0.
-    """
+    """Do the tasks left; the exit status: 1 where one failed, 3 where some are left, else 0."""
     until = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     done = options.out / f"done-{options.device}-{options.preset}.txt"
     ended = done.read_text(encoding="utf-8").split() if done.is_file() else []

@@ -1,5 +1,4 @@
-"""Print the built book into one PDF: every page of the table of contents, in its order, by a
-headless Chromium.
+"""Print the built book into one PDF: every page of the table of contents, by a headless Chromium.
 
     python tools/pdf.py                      _build/html becomes _build/dpcompanion.pdf
     python tools/pdf.py --site DIR FILE      another site, another file
@@ -137,9 +136,7 @@ def contents(toc):
 
 
 def sheet_style(title, before, style=""):
-    """The style of a sheet of paper: margins, the title below, and the number, after `before`
-    pages.
-    """
+    """The style of a sheet of paper: margins, the title below, the number, after `before` pages."""
     title = json.dumps(title, ensure_ascii=False)
     return SHEET.format(
         title=title, before=before, style=style, font=FONT, top=TOP, side=SIDE, bottom=BOTTOM
@@ -201,9 +198,7 @@ def front_matter(site, sheets, about):
 
 
 def print_book(site, toc, about, chromium=None, say=lambda line: None):
-    """The book as (the bytes of a PDF, {what was counted: number}, problems as (page, problem)
-    pairs).
-    """
+    """(the bytes of a PDF, {what was counted: number}, problems as (page, problem) pairs)."""
     site, problems, sheets = Path(site).resolve(), [], []
     with browser_check.browser(chromium) as context:
         for sheet in contents(toc):
