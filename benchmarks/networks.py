@@ -32,7 +32,7 @@ from dpcompanion.training import clipped_sum, cross_entropy, gradient_norms, mod
 
 
 class Transformer(nn.Module):
-    """Two blocks of width 128, four heads, 64 of 1,000 tokens: 526,090 parameters. Or other sizes."""
+    """Two blocks of width 128, four heads, 64 of 1,000 tokens: 526,090 parameters by default."""
 
     def __init__(self, tokens=1000, width=128, heads=4, blocks=2):
         super().__init__()
