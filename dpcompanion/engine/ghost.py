@@ -23,17 +23,14 @@ from dpcompanion.gradients.tensors import rounded_up, tolerances
 
 
 def _check_autocast(layer, args):
-    """Of a layer in training nothing is cast: its gradients are added up in the type in which it
-    multiplies.
-    """
+    """Of a layer in training nothing is cast: gradients add up in the type of its products."""
     device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), "cpu")
     watched = layer is None or (layer.training and torch.is_grad_enabled())
     if watched and autocasts(device):
         raise ValueError(
             "in ghost mode torch.autocast must be left, in the module and in the loop: gradients "
-            "would be added up in "
-            "its type, and rounded so one example could move them by more than the clip norm; use "
-            "grad_sample_mode='hooks'"
+            "would be added up in its type, and rounded so one example could move them by more "
+            "than the clip norm; use grad_sample_mode='hooks'"
         )
 
 
@@ -166,16 +163,13 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
         if self._gradients is None or self._clipped is not self._noted.handed_out:
             raise ValueError(
                 "in ghost mode the criterion clips: take the loss of every batch by the criterion "
-                "that "
-                "make_private_with_budgets returned"
+                "that make_private_with_budgets returned"
             )
         if any(a is not b or i != j for (a, i), (b, j) in zip(self._gradients, self._seen())):
             raise ValueError(
                 "in ghost mode gradients must stay as the criterion's backward pass left them, but "
-                "they "
-                "were changed before the step: call zero_grad before the forward pass, have no "
-                "other "
-                "loss, and do not clip or scale them"
+                "they were changed before the step: call zero_grad before the forward pass, have "
+                "no other loss, and do not clip or scale them"
             )
         super().accumulate()
 

@@ -32,9 +32,7 @@ from dpcompanion.engine.outputs import map_tensors
 
 
 def embedding_grad_sample(layer, activations, backprops):
-    """Each example's gradient of an embedding, {weight: (n, rows, d)}; activations: ids (n,
-    ...).
-    """
+    """Examples' gradients of an embedding, {weight: (n, rows, d)}; activations: ids (n, ...)."""
     if not layer.weight.requires_grad:
         return {}
     ids, n, (rows, width) = activations[0].long(), len(activations[0]), layer.weight.shape
@@ -113,8 +111,7 @@ def _by_functorch(sampler, parameters, activations, backprops):
 
 
 def mend(hooks, dim=0):
-    """Opacus's hooks with what this module has in the place of its rules for layers, and with empty
-    batches.
+    """Opacus's hooks with this module's rules for layers in place of its own, and empty batches.
 
     `dim` is the axis of the examples in the module's inputs.
     """
@@ -138,9 +135,7 @@ def mend(hooks, dim=0):
 
 
 def _forward(hooks, forward, dim, *args, **kwargs):
-    """A pass; of an empty batch, which many models do not take, and PyTorch's expanded weights
-    never.
-    """
+    """A pass; of an empty batch, which many models do not take, and expanded weights never."""
     expanded = isinstance(hooks, GradSampleModuleExpandedWeights)
     if any(
         torch.is_tensor(t) and t.ndim > dim and not t.shape[dim]
@@ -246,10 +241,8 @@ def check_layers(module, mode):
     """
     places = {}
     for name, part in module.named_modules():
-        shown, trained = (
-            repr(name or "module"),
-            any(p.requires_grad for p in part.parameters(recurse=False)),
-        )
+        shown = repr(name or "module")
+        trained = any(p.requires_grad for p in part.parameters(recurse=False))
         # that lists its cells' too
         for p in () if isinstance(part, DPRNNBase) else part.parameters(recurse=False):
             places.setdefault(id(p), []).append((shown, p.requires_grad))
@@ -272,9 +265,7 @@ def check_layers(module, mode):
 
 
 def _problem(part, mode):
-    """What is wrong with a trainable layer in a mode, with a place for its name; None if nothing is
-    known.
-    """
+    """What is wrong with a trainable layer in a mode, with a place for its name; or None."""
     other = "; use grad_sample_mode='hooks'"
     if (
         isinstance(part, nn.LayerNorm)
@@ -284,8 +275,7 @@ def _problem(part, mode):
     ):
         return (
             f"module must have a bias in each LayerNorm in the mode {mode!r}, as Opacus takes it, "
-            f"got none in {{}}; "
-            "use grad_sample_mode='functorch'"
+            f"got none in {{}}; use grad_sample_mode='functorch'"
         )
     if isinstance(part, (nn.Bilinear, nn.EmbeddingBag)) and mode in ("functorch", "ew"):
         return f"module must have no {type(part).__name__} in the mode {mode!r}, got {{}}{other}"
@@ -301,17 +291,18 @@ def _problem(part, mode):
         if mode == "ew" and part.padding_idx is not None:
             return (
                 "padding_idx must be None in an embedding in the mode 'ew', where PyTorch's "
-                "expanded weights give that "
-                f"row a gradient, got {part.padding_idx} in {{}}{other}"
+                f"expanded weights give that row a gradient, got {part.padding_idx} in {{}}{other}"
             )
         if mode in ("ew", "ghost") and part.scale_grad_by_freq:
             return (
                 f"scale_grad_by_freq must be False in an embedding in the mode {mode!r}, which "
-                "would count the words "
-                f"of the whole batch, got True in {{}}{other}"
+                f"would count the words of the whole batch, got True in {{}}{other}"
             )
         if mode in ("functorch", "ghost") and part.sparse:
-            return f"sparse must be False in an embedding in the mode {mode!r}, got True in {{}}{other}"
+            return (
+                f"sparse must be False in an embedding in the mode {mode!r}, "
+                f"got True in {{}}{other}"
+            )
     return None
 
 
@@ -329,11 +320,9 @@ def _check_order(layer, args):
     if not torch.equal(order, torch.arange(len(order), device=order.device)):
         raise ValueError(
             f"packed sequences must be in the order of the batch, in a {type(layer).__name__}, for "
-            "Opacus takes an "
-            "example for another where they are sorted: use "
-            f"dpcompanion.engine.{type(layer).__name__[2:]}, which "
-            "takes them in any order and computes the same from the same state_dict, or pad rows "
-            "without packing them"
+            "Opacus takes an example for another where they are sorted: use "
+            f"dpcompanion.engine.{type(layer).__name__[2:]}, which takes them in any order and "
+            "computes the same from the same state_dict, or pad rows without packing them"
         )
 
 

@@ -1,6 +1,4 @@
-"""Layers for private training in the place of PyTorch's recurrent and attention layers, with the
-same weights.
-"""
+"""Layers for private training in place of PyTorch's recurrent and attention layers."""
 
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
@@ -13,8 +11,7 @@ REPLACEMENTS = {nn.MultiheadAttention: MultiheadAttention, nn.RNN: RNN, nn.LSTM:
 
 
 def replace_layers(module: nn.Module) -> nn.Module:
-    """The module with layers for private training in the place of its recurrent and attention
-    layers.
+    """The module with layers for private training in place of its recurrent and attention layers.
 
     `torch.nn.MultiheadAttention`, `RNN`, `LSTM` and `GRU`, wherever they are, become
     `dpcompanion.engine`'s layers of the same names, with the same weights, outputs and state_dict.

@@ -1,5 +1,4 @@
-"""Is an example's loss its own? The same whoever else is in the batch, and whatever the model has
-seen before.
+"""Is an example's loss its own, whoever else is in the batch, and whatever the model saw before?
 
 >>> def weighted(outputs, y):
 ...     return torch.nn.functional.cross_entropy(
@@ -9,7 +8,8 @@ seen before.
 >>> check_independence(torch.nn.Linear(3, 2), weighted, x, y)
 Traceback (most recent call last):
     ...
-ValueError: model must treat examples one by one, but the loss of an example depends on the rest of the batch: ...
+ValueError: model must treat examples one by one, but the loss of an example depends on the rest
+of the batch: ...
 """
 
 import torch
@@ -103,16 +103,13 @@ def check_company(model, loss, x, y):
         if not alike(first[kept], found[kept]):
             raise ValueError(
                 "model must treat examples one by one, but the loss of an example depends on the "
-                "rest of the batch, or "
-                f"its random numbers do: {first[kept][:4].tolist()} in one batch, "
-                f"{found[kept][:4].tolist()} in another"
+                f"rest of the batch, or its random numbers do: {first[kept][:4].tolist()} in one "
+                f"batch, {found[kept][:4].tolist()} in another"
             )
 
 
 def check_stateless(model, loss, x, y):
-    """Refuse a model whose loss of an example depends on what it has seen before, one example at a
-    time.
-    """
+    """Refuse a model whose loss of an example depends on what it has seen before, one by one."""
     ends = [torch.tensor([row]) for row in (0, len(x) - 1, 0)]
     first, _, again = (_losses_alike(model, loss, x, y, row) for row in ends)
     check_repeats(first, again)
@@ -140,18 +137,14 @@ def check_repeats(first, again):
     if not alike(first, again):
         raise ValueError(
             "model must give the same losses for the same examples and draws, but they change from "
-            "pass to pass: "
-            f"{first[:4].tolist()}, then {again[:4].tolist()}; it must keep nothing of the "
-            "examples that it has seen, "
-            "and draw from no generator of its own"
+            f"pass to pass: {first[:4].tolist()}, then {again[:4].tolist()}; it must keep nothing "
+            "of the examples that it has seen, and draw from no generator of its own"
         )
 
 
 def _losses_alike(model, loss, x, y, rows):
-    rows, quiet = (
-        rows.to(x.device),
-        [m for m in model.modules() if isinstance(m, torch.nn.RReLU) and m.training],
-    )
+    rows = rows.to(x.device)
+    quiet = [m for m in model.modules() if isinstance(m, torch.nn.RReLU) and m.training]
     with torch.no_grad(), beginning_alike(model, x.device):
         try:
             for module in quiet:
@@ -163,9 +156,7 @@ def _losses_alike(model, loss, x, y, rows):
 
 
 def alike(one, other):
-    """Whether numbers of batches of one size are the same up to rounding, which is less than
-    between sizes.
-    """
+    """Whether numbers of batches of one size agree up to rounding, less than between sizes."""
     floor = tolerances(one)[1]
     largest = float(torch.nan_to_num(one, posinf=0, neginf=0).abs().max()) if one.numel() else 0.0
     return one.shape == other.shape and torch.allclose(
@@ -174,8 +165,7 @@ def alike(one, other):
 
 
 def check_loss(loss, args, losses, kwargs=None, parts=None, name="loss"):
-    """Refuse a loss that mixes examples: of a part of a batch it must give what it gives of all of
-    it.
+    """Refuse a loss that mixes examples: of a part of a batch it must give what it gives of all.
 
     The outputs of the model are given, so this costs little and is looked at in every pass. A loss
     that draws at random cannot be compared: it is left to the other proofs of `train`, and refused
@@ -244,8 +234,6 @@ def refuse_loss(whole=None, part=None, name="loss"):
     )
     raise ValueError(
         f"{name} must give each example's own, but an example's loss depends on the rest of the "
-        "batch, or on chance"
-        f"{seen}: class weights or a mean over the tokens of a batch do that; use reduction='none' "
-        "and divide by what "
-        "belongs to the example alone"
+        f"batch, or on chance{seen}: class weights or a mean over the tokens of a batch do that; "
+        "use reduction='none' and divide by what belongs to the example alone"
     )

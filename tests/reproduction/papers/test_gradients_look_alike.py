@@ -463,7 +463,7 @@ def test_without_learning_a_points_own_epsilon_is_that_of_its_one_norm(run):
     assert float(values["still.exact"][0]) > truth
 
 
-def test_the_recorded_epsilons_by_the_loss_lie_within_their_intervals_and_below_the_uniform_epsilon():
+def test_recorded_epsilons_by_the_loss_lie_within_their_intervals_and_below_the_uniform_epsilon():
     record = experiments.get("gradients-look-alike/own-epsilon").record("paper")
     for name in record.config["tasks"]:
         low, estimate, high, bound, exact, loose = (

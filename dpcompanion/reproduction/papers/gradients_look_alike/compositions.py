@@ -1,6 +1,4 @@
-"""Theorem 3.3 beside the exact composition, and unlearning: many runs of softmax regression side by
-side.
-"""
+"""Theorem 3.3 beside exact composition, and unlearning: many runs of softmax regression at once."""
 
 import dataclasses
 import math
@@ -67,10 +65,8 @@ def batches(runs, n, rate, generator):
 
     The gaps between the examples that are drawn are geometric.
     """
-    width, log_missed = (
-        int(n * rate + 6 * (n * rate) ** 0.5 + 10),
-        torch.log1p(-torch.tensor(rate, dtype=torch.float64)),
-    )
+    width = int(n * rate + 6 * (n * rate) ** 0.5 + 10)
+    log_missed = torch.log1p(-torch.tensor(rate, dtype=torch.float64))
     places = torch.full((runs, 1), -1, dtype=torch.int64)
     while int(places[:, -1].min()) < n:
         uniform = torch.rand(runs, width, generator=generator, dtype=torch.float64)
@@ -87,16 +83,16 @@ def side_by_side(x, y, point_x, point_y, plan, *, kind, runs, order, learning_ra
 
     x holds the *other* examples. `kind` says how the point enters: "with" at its rate, "without"
     never, "remove" and "add" as in tilted training of either direction at `order`.
+
+    Many arguments, since they describe the run, the points and the tilting.
     """
     generator, points = torch.Generator().manual_seed(seed), len(point_y)
     lanes, limit, noise_std = runs * points, plan.max_grad_norm, plan.noise_std
     who = torch.arange(points).repeat(runs)
     weights = torch.zeros(lanes, x.shape[1], 10, dtype=x.dtype)
-    one_hot, own_x, own_hot = (
-        F.one_hot(y, 10).to(x.dtype),
-        point_x[who, None],
-        F.one_hot(point_y, 10).to(x.dtype)[who, None],
-    )
+    one_hot = F.one_hot(y, 10).to(x.dtype)
+    own_x = point_x[who, None]
+    own_hot = F.one_hot(point_y, 10).to(x.dtype)[who, None]
     lengths, own_length = x.norm(dim=1), own_x.norm(dim=2)
     common = {
         "sample_rate": plan.sample_rate,
@@ -136,8 +132,7 @@ _SIDE_BY_SIDE = (shrunk, batches, side_by_side)
 
 
 def theorem_3_3(norms, plan, order):
-    """Theorem 3.3 at p = 3n along runs whose norms these are, (steps, runs, points): (points,), an
-    estimate.
+    """Theorem 3.3 at p = 3n along runs of these norms, (steps, runs, points): (points,) estimates.
 
     At K orders (points, K).
     """
@@ -322,8 +317,7 @@ def largest_divergence(sequences, order, budget, seed=0):
     version=2,
 )
 def unlearning(config, run):
-    """Naive per-instance unlearning of training examples: bounds and decisions, by divergences of
-    three kinds.
+    """Naive per-instance unlearning of examples: bounds and decisions, by three divergences.
 
     `worst_case`, `estimate` and `upper_bound` (95% confidence for each divergence by itself) of the
     exact composition; `norms` the mean gradient norm of each example. Of `largest_divergence`:
