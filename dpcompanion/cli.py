@@ -188,8 +188,8 @@ def _answer(arguments: argparse.Namespace) -> None:
         )
         print(
             f"{arguments.command} {exactly(rounded(value, toward))} {budget}at delta "
-            f"{exactly(delta)} "
-            f"(add/remove one example, Poisson sampling, accountant {arguments.accountant})"
+            f"{exactly(delta)} (add/remove one example, Poisson sampling, accountant "
+            f"{arguments.accountant})"
         )
 
 

@@ -33,8 +33,8 @@ def said(capsys, *arguments):
 def test_epsilon_prints_the_reference_point_with_all_that_it_rests_on(capsys):
     out = said(capsys, "epsilon", *RUN, "--accountant", "rdp")
     assert out == (
-        "epsilon 1.00358 at delta 1e-05 "
-        "(add/remove one example, Poisson sampling, accountant rdp)\n"
+        "epsilon 1.00358 at delta 1e-05 (add/remove one example, Poisson sampling, accountant "
+        "rdp)\n"
     )
 
 

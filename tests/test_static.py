@@ -59,8 +59,8 @@ def test_the_meaning_of_a_term_shows_on_focus_and_goes_with_escape(chromium, bro
         page = context.new_page()
         page.set_content(
             "<!DOCTYPE html><html lang=en "
-            f"data-theme=light><style>{style}</style><script>{script}</script><body>"
-            f"<article class=bd-content>{link}</article></body></html>"
+            f"data-theme=light><style>{style}</style><script>{script}</script><body><article "
+            f"class=bd-content>{link}</article></body></html>"
         )
         box = page.locator("#meaning")
         assert box.is_hidden()

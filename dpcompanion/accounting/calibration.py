@@ -155,8 +155,8 @@ def find_sample_rate(
     if found is None:
         raise ValueError(
             f"target_epsilon={target_epsilon:g} cannot be met with "
-            f"noise_multiplier={noise_multiplier:g} and "
-            f"steps={steps}: not even a sample rate of {_SMALLEST_RATE:g} does"
+            f"noise_multiplier={noise_multiplier:g} and steps={steps}: not even a sample rate of "
+            f"{_SMALLEST_RATE:g} does"
         )
     return min(math.exp(found), 1.0)
 

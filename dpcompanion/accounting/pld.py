@@ -286,8 +286,8 @@ def _compose_step(step, steps, epsilon, slope, interval, coarse=1.0):
     if (steps > 1 or given) and not size <= MOST_POINTS:
         raise NoGrid(
             f"sample_rate={float(step.q):g}, noise_multiplier={float(step.sigma):g}, "
-            f"steps={steps}: such a run's "
-            f"loss takes {size:.1g} grid points, at most {MOST_POINTS} are possible: "
+            f"steps={steps}: such a run's loss takes {size:.1g} grid points, at most {MOST_POINTS} "
+            "are possible: "
             + (f"an interval above {interval:g}, " if given else "")
             + "fewer steps or more noise"
         )

@@ -167,6 +167,6 @@ def _check_scores(targets, shadows, masks, variance):
         if not scores.is_floating_point() or not bool(scores.isfinite().all()):
             raise ValueError(
                 f"{name} must be finite floats, got {scores.dtype} with "
-                f"{int((~scores.isfinite()).sum())} that are not "
-                "finite; where a probability was rounded to 1, take log_odds(logits, labels)"
+                f"{int((~scores.isfinite()).sum())} that are not finite; where a probability was "
+                "rounded to 1, take log_odds(logits, labels)"
             )

@@ -25,8 +25,8 @@ def _rearranged(rearrange, *, module, **options):
     if not getattr(module, "activations", None):
         raise ValueError(
             "module must be in training mode in the forward pass of each backward pass, but "
-            f"{type(module).__name__} "
-            "was in evaluation mode, or went back twice: call module.train() first"
+            f"{type(module).__name__} was in evaluation mode, or went back twice: call "
+            "module.train() first"
         )
     return rearrange(module=module, **options)
 

@@ -44,8 +44,8 @@ def _check_once(hooks, name, layer, args):
         ):
             raise UnsupportedModuleError(
                 "module must use each layer once in ghost mode, and each pass must go back before "
-                "the next, but "
-                f"{name or 'it'!r} is called a second time; use grad_sample_mode='hooks'"
+                f"the next, but {name or 'it'!r} is called a second time; use "
+                "grad_sample_mode='hooks'"
             )
 
 

@@ -250,8 +250,8 @@ def check_layers(module, mode):
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
             problem = (
                 f"max_norm must be None in an embedding, got {part.max_norm:g} in {{}}: the "
-                "forward pass would write "
-                "into the rows of those words that are in the batch, which no noise covers"
+                "forward pass would write into the rows of those words that are in the batch, "
+                "which no noise covers"
             )
         if problem is not None:
             raise UnsupportedModuleError(problem.format(shown))
@@ -259,8 +259,8 @@ def check_layers(module, mode):
         if mode == "ghost" and len(shown) > 1 and shown[0][1]:
             raise UnsupportedModuleError(
                 "module must share no weight between layers in ghost mode, which knows norms of "
-                "layers only, but "
-                f"{' and '.join(name for name, _ in shown)} have one; use grad_sample_mode='hooks'"
+                f"layers only, but {' and '.join(name for name, _ in shown)} have one; use "
+                "grad_sample_mode='hooks'"
             )
 
 
@@ -283,9 +283,8 @@ def _problem(part, mode):
         if part.mode == "max" or part.scale_grad_by_freq or part.include_last_offset:
             return (
                 "module must have embedding bags of the mode 'sum' or 'mean', without "
-                "scale_grad_by_freq and "
-                "include_last_offset, got another one in {}; use an Embedding, and reduce what it "
-                "gives"
+                "scale_grad_by_freq and include_last_offset, got another one in {}; use an "
+                "Embedding, and reduce what it gives"
             )
     if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
         if mode == "ew" and part.padding_idx is not None:

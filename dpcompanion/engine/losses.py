@@ -48,9 +48,8 @@ from dpcompanion.engine.standard import (
 
 _WAYS_OUT = (
     "pass the loss to the engine, criterion=..., and use the criterion that it returns; or "
-    "trust_loss=True, if you "
-    "know that it is a {reduction} of losses of which each depends on one example: if one does "
-    "not, no epsilon holds"
+    "trust_loss=True, if you know that it is a {reduction} of losses of which each depends on one "
+    "example: if one does not, no epsilon holds"
 )
 
 
@@ -219,8 +218,8 @@ class LossWatch:
         if self._around:
             raise ValueError(
                 "loss must be made of the outputs of the module that the engine returned, but a "
-                "gradient reached its "
-                "weights by another way, as of what a hook took from inside of it: put out what "
+                "gradient reached its weights by another way, as of what a hook took from inside "
+                "of it: put out what "
                 "the loss needs; " + self._ways_out()
             )
         for p, versions in (self._left or {}).items():
@@ -367,8 +366,8 @@ class LossWatch:
                 if fits_to(gradient.reshape(n, 1) / scale, crossed[:, None], bound, 1.0):
                     best = (
                         f"each of the outputs, {tuple(out.shape)}, is compared with the targets of "
-                        "all examples, "
-                        f"{tuple(value.shape)}, by broadcasting: give both the same shape"
+                        f"all examples, {tuple(value.shape)}, by broadcasting: give both the same "
+                        "shape"
                     )
         return best or (
             "the gradient that reaches the module's outputs is that of no loss that is known to be "
@@ -381,8 +380,8 @@ class LossWatch:
         if not one.calls:
             raise ValueError(
                 "loss must come from the criterion that the engine returned, but a gradient came "
-                "back that did not go "
-                "through it: use that criterion for every loss that is backpropagated"
+                "back that did not go through it: use that criterion for every loss that is "
+                "backpropagated"
             )
         leaves = [_leaf(output.tensor) for output in one.outputs]
         total = sum(call(leaves) for call in one.calls)

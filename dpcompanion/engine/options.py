@@ -53,8 +53,8 @@ class Settings:
         if (people is not None and not given) != (at_most is not None):
             raise ValueError(
                 "people and at_most must be given both, or neither, as with what by_person gives, "
-                "which says at_most "
-                f"itself, got people={type(people).__name__} and at_most={at_most!r}"
+                f"which says at_most itself, got people={type(people).__name__} and "
+                f"at_most={at_most!r}"
             )
         if self.unit is not None:
             _checks.unit("unit", self.unit)

@@ -258,8 +258,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         if target_delta >= 1 / n:
             warnings.warn(
                 f"target_delta must be below 1 / n = {1 / n:.3g} to mean anything, got "
-                f"{target_delta:g}: a mechanism "
-                f"that publishes one {units.unit} in full has such a delta",
+                f"{target_delta:g}: a mechanism that publishes one {units.unit} in full has such a "
+                "delta",
                 UserWarning,
                 stacklevel=3,
             )

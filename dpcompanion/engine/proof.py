@@ -484,14 +484,14 @@ class Proof:
         elif scalars:
             cause = (
                 "it puts out a number for the whole batch (a loss of its own), which may be no "
-                "mean of the examples' "
-                "own; put out one number an example, or take the loss of its outputs instead"
+                "mean of the examples' own; put out one number an example, or take the loss of its "
+                "outputs instead"
             )
         elif total is None:
             cause = (
                 "by plain autograd examples do not mix; the cause is unknown, often a weight that "
-                "is also used outside "
-                f"of its layer's own call; use grad_sample_mode='hooks' or {other}, which say more"
+                "is also used outside of its layer's own call; use grad_sample_mode='hooks' or "
+                f"{other}, which say more"
             )
         elif differs(total, summed):
             cause = (

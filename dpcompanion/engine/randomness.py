@@ -145,7 +145,7 @@ def restore(generators, saved):
     }:
         # A generator that starts again would repeat noise that was already used.
         raise ValueError(
-            f"generators must be given as in the run that was saved, whose "
+            "generators must be given as in the run that was saved, whose "
             f"{' and '.join(name for name in kinds if not kinds[name]) or 'none'} had one"
         )
     for name, generator in generators.items():

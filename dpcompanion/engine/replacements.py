@@ -60,7 +60,7 @@ def check_replaced(module):
                 )
             raise UnsupportedModuleError(
                 f"module must have its weights in layers that Opacus sees, but {name or 'it'!r} is "
-                f"a torch.nn.{kind}: "
-                f"use dpcompanion.engine.{kind}, which computes the same from the same weights, by "
-                f"dpcompanion.engine.replace_layers(module) before the optimizer is made{opacus}"
+                f"a torch.nn.{kind}: use dpcompanion.engine.{kind}, which computes the same from "
+                "the same weights, by dpcompanion.engine.replace_layers(module) before the "
+                f"optimizer is made{opacus}"
             )

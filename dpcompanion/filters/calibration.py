@@ -183,8 +183,8 @@ def calibrate_filter(
     levels = tuple(check_levels(levels))
     if (noise_multiplier is None) == (budget is None):
         raise ValueError(
-            "exactly one of noise_multiplier and budget must be given, "
-            f"got noise_multiplier={noise_multiplier!r} and budget={budget!r}"
+            "exactly one of noise_multiplier and budget must be given, got "
+            f"noise_multiplier={noise_multiplier!r} and budget={budget!r}"
         )
     if noise_multiplier is not None:
         noise_multiplier = _checks.number(

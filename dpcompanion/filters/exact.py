@@ -119,8 +119,8 @@ class ExactFilter(NormInput):
             target_delta is None
         ):
             raise ValueError(
-                "either budget, or target_epsilon and target_delta must be given, "
-                f"got budget={budget!r}, target_epsilon={target_epsilon!r}, "
+                "either budget, or target_epsilon and target_delta must be given, got "
+                f"budget={budget!r}, target_epsilon={target_epsilon!r}, "
                 f"target_delta={target_delta!r}"
             )
         self._targets, self._progress, self.target_delta = {}, progress, target_delta

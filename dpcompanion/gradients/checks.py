@@ -76,8 +76,8 @@ def check_model(model):
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
                 f"model must be plain Python, but layer {name or 'model'!r} is a "
-                f"{type(module).__name__} of torch.jit, "
-                "which gives no gradients of single examples: give the module that it was made of"
+                f"{type(module).__name__} of torch.jit, which gives no gradients of single "
+                "examples: give the module that it was made of"
             )
         mixes = (
             isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
@@ -196,8 +196,8 @@ def check_arithmetic(device):
     if autocasts(device):
         raise ValueError(
             "per-example gradients must be taken outside torch.autocast, which would round them "
-            "and their sums to "
-            f"{torch.get_autocast_dtype(device.type)}; leave it, and use precision='bf16' for speed"
+            f"and their sums to {torch.get_autocast_dtype(device.type)}; leave it, and use "
+            "precision='bf16' for speed"
         )
 
 

@@ -63,8 +63,8 @@ def per_example_loss(model: Any) -> Callable[[Any, Any], torch.Tensor]:
         return ClassLoss(getattr(config, "problem_type", None), getattr(config, "num_labels", None))
     raise ValueError(
         "model must be one for sequence, image or token classification, or for masked, causal or "
-        "conditional language "
-        f"modelling, got a {name}; give a loss of your own, (outputs, batch) -> (n,)"
+        f"conditional language modelling, got a {name}; give a loss of your own, (outputs, batch) "
+        "-> (n,)"
     )
 
 

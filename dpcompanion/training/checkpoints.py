@@ -155,8 +155,8 @@ def read_checkpoint(path, keys):
     ):
         held = ", ".join(map(str, content)) if isinstance(content, dict) else type(content).__name__
         raise ValueError(
-            f"checkpoint must be one of such a run, with {', '.join(keys)}, "
-            f"but {name!r} holds {held}"
+            f"checkpoint must be one of such a run, with {', '.join(keys)}, but {name!r} holds "
+            f"{held}"
         )
     return content
 

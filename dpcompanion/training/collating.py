@@ -186,8 +186,8 @@ class Reader:
                 ):
                     raise ValueError(
                         f"{self.name} must make each example's tensors of this example alone, in "
-                        "its place, but they "
-                        "change with the others in the batch; mix nothing, and keep the order"
+                        "its place, but they change with the others in the batch; mix nothing, and "
+                        "keep the order"
                     )
 
     def _prove_alone(self, model, loss, together, alone):

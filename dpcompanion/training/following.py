@@ -42,8 +42,8 @@ def check_clipped(indices, clipped, limits):
     away = over.device.type != "cpu"
     if not away and over.any():
         raise ValueError(
-            "clipped must be at most the limits of the step, but example "
-            f"{int(indices[over][0])} has {clipped[over][0]:g} where {limits[over][0]:g} is allowed"
+            f"clipped must be at most the limits of the step, but example {int(indices[over][0])} "
+            f"has {clipped[over][0]:g} where {limits[over][0]:g} is allowed"
         )
     if len(indices.unique()) < len(indices):
         different, times = indices.unique(return_counts=True)
@@ -153,6 +153,6 @@ def _check_items(own, run, part, exact):
     elif exact:
         raise ValueError(
             "trackers with clipping='individual' must be made with the very data set that is "
-            "trained on where a "
-            "transform draws at random, got another, whose inputs cannot be compared"
+            "trained on where a transform draws at random, got another, whose inputs cannot be "
+            "compared"
         )

@@ -497,8 +497,8 @@ class TrainingLoop:
         ):
             raise ValueError(
                 "optimizer must hold parameters of the model only, got others that were added "
-                "since the run began: "
-                "their gradients have neither been clipped nor been given noise"
+                "since the run began: their gradients have neither been clipped nor been given "
+                "noise"
             )
         self.stepping = True
         self.run.optimizer.step()

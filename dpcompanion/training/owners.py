@@ -20,8 +20,7 @@ from dpcompanion import _checks
 
 _SEVERAL = (
     "{} must name one person a row, got a row with several: what one owner's clipped gradient "
-    "hides is not what the "
-    "others change; give each row to one person"
+    "hides is not what the others change; give each row to one person"
 )
 
 
