@@ -4,8 +4,10 @@ Examples ask, one after another, to be forgotten; :math:`D^t` is what is left af
 trains. The model at hand was drawn from :math:`A(D^s)`, s being the last time that it was trained.
 If its law is close enough to that of :math:`A(D^t)` it may stay. The weak triangle inequality
 
-.. math:: D_\alpha(P \| Q) \le \frac{\alpha - 1/2}{\alpha - 1}\, D_{2\alpha}(P \| R) + D_{2\alpha -
-1}(R \| Q)
+.. math::
+
+    D_\alpha(P \| Q) \le \frac{\alpha - 1/2}{\alpha - 1}\, D_{2\alpha}(P \| R)
+    + D_{2\alpha - 1}(R \| Q)
 
 (Mironov 2017, corollary 4; by Cauchy and Schwarz) chains the requests since then, and doubles the
 order for each. In the paper's algorithm the constant reads :math:`(\alpha-1)/(\alpha-2)`, which is
