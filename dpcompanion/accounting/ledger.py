@@ -252,8 +252,15 @@ class Ledger:
         return len(self._entries)
 
     def __repr__(self) -> str:
-        relation = "" if self.relation == "add-remove" else f", relation={self.relation!r}"
-        return f"Ledger({list(self.items)!r}{relation})"
+        plain, relation = {"relation": "add-remove", "unit": "example"}, ""
+        if self.relation != "add-remove":
+            relation = f", relation={self.relation!r}"
+        shown = []
+        for entry in self._entries:
+            said = {name: value for name in plain if (value := getattr(entry, name)) != plain[name]}
+            more = "".join(f", {name}={value!r}" for name, value in said.items())
+            shown.append(f"LedgerEntry({entry.item!r}{more})" if more else repr(entry.item))
+        return f"Ledger([{', '.join(shown)}]{relation})"
 
     # What is equal is put together, whatever the order: equal ledgers then have equal epsilons.
 

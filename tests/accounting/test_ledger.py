@@ -399,3 +399,10 @@ def test_selection_of_pure_mechanisms_is_three_times_one():
 def test_what_is_wrong_is_refused_by_name(wrong, name):
     with pytest.raises(ValueError, match=name):
         wrong()
+
+
+def test_what_is_not_as_usual_shows_in_the_ledger_itself():
+    entry = LedgerEntry(Gaussian(20.0), relation="zero-out", unit="patient")
+    ledger = Ledger([SampledGaussian(0.01, 1.0, 500), entry])
+    assert repr(ledger).endswith("replaced=2.0), relation='zero-out', unit='patient')])")
+    assert repr(ledger).count("LedgerEntry") == 1
