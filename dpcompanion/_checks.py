@@ -129,7 +129,7 @@ def whole_number(name: str, value: Any, low: float = 0, high: float = math.inf) 
 
 
 def seed(name: str, value: Any) -> int:
-    """`value` is a seed: a whole number in [0, 2^1024), of which no bit is lost, as int."""
+    """`value` as int: a seed, a whole number in [0, 2^1024), of which no bit is lost."""
     try:
         found = operator.index(value)
     except TypeError:

@@ -136,7 +136,9 @@ def private_quantiles(
     start: float | None = None,
     relation: str = "add-remove",
 ) -> torch.Tensor:
-    """Quantiles of `values`, together (epsilon, delta)-private: float64, from 0 to `upper`.
+    """Quantiles of `values`, together (epsilon, delta)-private.
+
+    They are (len(quantiles),) float64, from 0 to `upper`.
 
     Neighbouring relation: one value added or removed, n public; or one replaced, see
     `replacement_factor`.

@@ -54,7 +54,7 @@ class _Stateful(Protocol):
 
 @runtime_checkable
 class _OfExamples(_Stateful, Protocol):
-    """n examples of runs of one rate, noise and clip norm; numbers are kept on `device`."""
+    """n examples in runs with one rate, noise multiplier and clip norm; kept on `device`."""
 
     n: int
     sample_rate: float

@@ -630,7 +630,7 @@ class Ledger:
         )
 
     def mu(self, *, least: float = 1e-9) -> GaussianMu:
-        r"""The least mu, from above, of a Gaussian trade-off curve that is nowhere above this one.
+        r"""The least mu, from above, whose Gaussian trade-off curve is nowhere above this one.
 
         The bound holds at every false positive rate once `least` is added to delta, that is for all
         epsilons whose delta is at least `least`; beyond, no finite mu says anything useful of a
@@ -765,7 +765,7 @@ class Ledger:
         return cls([SampledGaussian(rate, noise, steps) for noise, rate, steps in rows])
 
     def to_dp_event(self) -> Any:
-        """The ledger as an event of Google's dp-accounting (to be installed), for its accountants.
+        """The ledger as an event for Google's dp-accounting, which must be installed.
 
         Raises:
             ValueError: for a `Guarantee`, of which dp-accounting has no event, and for

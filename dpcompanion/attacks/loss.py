@@ -11,7 +11,10 @@ from dpcompanion.attacks.rates import clopper_pearson
 
 
 class LossThreshold(typing.NamedTuple):
-    """A loss-threshold attack: the threshold, its success on fresh examples, and on its own."""
+    """A loss-threshold attack.
+
+    The threshold, its success on fresh examples, and on those that it was chosen on (`fitted`).
+    """
 
     threshold: float
     success: Interval

@@ -1,4 +1,4 @@
-r"""Attention in layers that Opacus sees: `torch.nn.MultiheadAttention`, weight by weight.
+r"""Attention whose weights lie in layers that Opacus sees: `torch.nn.MultiheadAttention`.
 
 .. math:: \mathrm{head}_j = \mathrm{softmax}\Bigl(\tfrac{Q_j K_j^\top}{\sqrt{d}} + M\Bigr) V_j,
     \qquad \mathrm{out} = W_o\,[\mathrm{head}_1, \dots, \mathrm{head}_h] + b_o
@@ -96,7 +96,7 @@ class MultiheadAttention(nn.Module):
 
     @classmethod
     def of(cls, layer: Any) -> "MultiheadAttention":
-        """The layer for a `torch.nn.MultiheadAttention`, with copies of its weights."""
+        """The layer that computes what a `torch.nn.MultiheadAttention` does, by copied weights."""
         made = cls(
             layer.embed_dim,
             layer.num_heads,

@@ -97,7 +97,7 @@ class FixedBudgets:
         )
 
     def statement(self, steps):
-        """What the epsilons after so many steps are about; before the first, all planned ones."""
+        """What the epsilons are about: so many steps, or before the first all that are planned."""
         return self.plan(steps).statement(steps=steps or None)
 
     def promise(self, steps):

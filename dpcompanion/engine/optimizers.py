@@ -157,7 +157,7 @@ class Following(DPOptimizer):
                     p.grad_sample = sample
 
     def rewind(self):
-        """Before a checkpoint is loaded: draws that are no steps yet are repeated from it."""
+        """Before a checkpoint loads: draws that are no steps yet are repeated from its state."""
         self.draws.rewind()
 
     def states(self):

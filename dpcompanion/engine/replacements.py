@@ -1,4 +1,4 @@
-"""Layers for private training in place of PyTorch's recurrent and attention layers."""
+"""Layers for private training with the weights of PyTorch's recurrent and attention layers."""
 
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn

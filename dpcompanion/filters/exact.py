@@ -318,7 +318,9 @@ class ExactFilter(NormInput):
         return self._limits.clone()  # what a caller does to it must not move the next step's
 
     def epsilon(self, delta: float, *, spent: Array | None = None) -> torch.Tensor:
-        """Each example's promise at `delta`, before the run: (n,) float64, within a relative 1e-3.
+        """Each example's promised epsilon at `delta`: (n,) float64, within a relative 1e-3.
+
+        It is promised before the run, whatever the run will spend.
 
         Args:
             delta: in (0, 1).

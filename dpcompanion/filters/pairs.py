@@ -1,4 +1,4 @@
-r"""What a filter can charge for: dominating pairs (P, Q), each with its privacy loss on a grid.
+r"""What a filter can charge for: dominating pairs (P, Q), with the law of each loss on a grid.
 
 A pair stands for one stage of a run. Its loss :math:`L = \ln(P/Q)` under P is moved to a grid of
 spacing h by connecting the dots (Doroshenko et al. 2022): mass between two grid points is shared
@@ -195,7 +195,7 @@ class SampledGaussian:
 
 
 class Discrete:
-    """A mechanism with finitely many outputs, of probabilities `p` with the example `q` without.
+    """A mechanism with finitely many outputs: probabilities `p` with the example, `q` without.
 
     Args:
         p, q: sequences of the same length that sum to 1. Where q is 0 and p is not, the loss is

@@ -109,7 +109,7 @@ def check_company(model, loss, x, y):
 
 
 def check_stateless(model, loss, x, y):
-    """Refuse a model whose loss of an example depends on what it has seen before, one by one."""
+    """Refuse a model whose loss of an example depends on those it saw before, one at a time."""
     ends = [torch.tensor([row]) for row in (0, len(x) - 1, 0)]
     first, _, again = (_losses_alike(model, loss, x, y, row) for row in ends)
     check_repeats(first, again)

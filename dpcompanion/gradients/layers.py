@@ -295,7 +295,7 @@ class GhostReparametrized:
         return self.held.gradients if self.held else {}
 
     def hold(self):
-        """This, with the effective weight's gradients held for the sum: the numbers measured."""
+        """This, holding the effective weight's gradients for the sum: the very numbers measured."""
         self.held = _explicit_matrices(self.ghost.module, self.ghost.uses)
         self._squares, self.ghost.uses = self.squared_norms(), []
         return self

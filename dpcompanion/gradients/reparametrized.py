@@ -102,7 +102,7 @@ class Reparametrized(nn.Module):
         return 2 * found
 
     def ordinary(self) -> nn.Linear | nn.Conv2d:
-        """A layer of the same sizes, options and bias with an ordinary weight; without memory."""
+        """An ordinary layer of the same sizes, options and trainable bias; without memory."""
         kind: dict[str, Any] = {
             "bias": self.bias is not None,
             "device": "meta",

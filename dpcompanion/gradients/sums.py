@@ -224,7 +224,7 @@ def per_example_gradients(model, loss, x, y):
 
 
 def functional(model, loss, x, y, max_grad_norm, stacked=None, float64=False):
-    """As `layerwise`, for any model; `stacked` : {name: (runs, *shape)} of several runs."""
+    """As `layerwise`, for any model; `stacked`: {name: (runs, *shape)} for several runs."""
     checks.check_arithmetic(x.device)
     if stacked is None:
         runs, (gradients, losses) = None, per_example_gradients(model, loss, x, y)

@@ -255,7 +255,7 @@ def _thinned(path: str) -> str:
 
 
 def _cut(fig: Any) -> str:
-    """Where a figure's two columns part, an attribute: between axes, unless under a legend."""
+    """Where a figure's two columns part, as an attribute: between axes with no legend across."""
     width, dpi = fig.get_figwidth(), fig.dpi
     if width <= STYLE["figure.figsize"][0]:
         return ""
@@ -269,7 +269,7 @@ def _cut(fig: Any) -> str:
 
 
 def _set_up_notebook() -> None:
-    """Figures are not cropped, as the inline backend does, and an SVG is kept beside each PNG."""
+    """Figures are not cropped, unlike the inline backend's; an SVG is kept beside each PNG."""
     from IPython import get_ipython
     from IPython.core.formatters import BaseFormatter
     from matplotlib.figure import Figure

@@ -108,7 +108,7 @@ class Evidence:
 
     @property
     def shortened(self) -> tuple[str, ...]:
-        """Of data and networks that no record has for all of the training: what there is."""
+        """What there is of data and networks that no record has trained as long as the paper."""
         return states.shortened(self.exhibit, (*self.judged_by, *self.parts))
 
     @property

@@ -100,7 +100,7 @@ def trained(config, kind, numbers, run):
 
 
 def attacked(config, kind, run):
-    """LiRA on models of one kind: examples' groups, who is in whose data, scores, accuracies.
+    """LiRA on models of one kind: examples' groups, who is in each's data, scores, accuracies.
 
     Each set of `size` models is kept as soon as it is trained.
     """

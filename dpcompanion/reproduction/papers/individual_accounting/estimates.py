@@ -45,7 +45,7 @@ class Estimates(Study):
 
 
 def estimate_errors(found, refreshes):
-    """Accounts of the reference examples with norms so often, beside those with all norms."""
+    """Accounts of reference examples with norms refreshed so often, beside norms at every step."""
     exact, estimate = found.reference_epsilon(), found.reference_epsilon(refreshes)
     error = estimate - exact
     return (
@@ -64,7 +64,7 @@ def estimate_errors(found, refreshes):
 
 @experiment(f"{NAME}/figure-4", quick=Estimates(QUICK), paper=Estimates(at_length(PAPER)))
 def figure_4(config, run):
-    """Estimates with norms now and then, beside norms at every step, for examples drawn beforehand.
+    """Estimates with norms refreshed at times, beside norms at every step, for predrawn examples.
 
     Without rounding. Under-stated means by more than a part in a thousand. Arrays: exact epsilons,
     and estimates for each of `refreshes`.
