@@ -217,8 +217,7 @@ class PrivateScaler:
     unit: str = "row"
 
     def transform(self, x: Array) -> torch.Tensor:
-        """(x - mean) / scale of columns moved to between their bounds, (m, d), of the type and
-        device of x.
+        """(x - mean) / scale of columns clipped to their bounds, (m, d), with x's type and device.
 
         It is a fixed map of each row, at no further cost. NaN stays NaN.
 

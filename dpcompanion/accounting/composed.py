@@ -1,5 +1,4 @@
-r"""What a run's summed privacy loss says, once it lies on a grid: delta at an epsilon, and epsilon
-at a delta.
+r"""What a run's summed privacy loss on a grid says: delta at an epsilon, and epsilon at a delta.
 
 `dpcompanion.accounting.pld` composes it. With masses :math:`m_j` of the tilted law at the grid
 points :math:`s_j` and :math:`\Lambda = \ln E[e^{\lambda S}]`,

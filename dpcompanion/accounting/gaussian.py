@@ -106,7 +106,10 @@ def _rest_of_square(m):
 
 
 def composed_mu(steps, noise_multiplier):
-    """Mu of so many full batches, rounded up: far out, delta changes mu times as much as mu does."""
+    """The mu of so many full batches, rounded up.
+
+    Far out, delta changes mu times as much as mu does, relatively.
+    """
     return math.sqrt(steps) / noise_multiplier * (1 + 2.0**-51)
 
 

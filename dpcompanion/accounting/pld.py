@@ -361,8 +361,7 @@ def tilted_window(step, steps, tilt, interval):
 
 
 def epsilon(*, sample_rate, noise_multiplier, steps, delta, near=None, coarse=1.0):
-    """Epsilon of a run by its privacy loss distribution, the worse of both directions
-    (scalars; see `compute_epsilon`).
+    """Epsilon of a run by its privacy loss, the worse of both directions (see `compute_epsilon`).
 
     Args:
         near: about what it is, if that is known, which saves time.

@@ -124,8 +124,7 @@ class MultiheadAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Outputs and attention weights (None without `need_weights`), as
-        `torch.nn.MultiheadAttention` gives them.
+        """Outputs and attention weights (None without `need_weights`), as PyTorch gives them.
 
         Args:
             query, key, value: (L, N, embed_dim), (S, N, kdim) and (S, N, vdim); N first with

@@ -1,6 +1,4 @@
-"""What each step clips to and what it costs: parameters that were fixed beforehand, or a filter
-that is asked.
-"""
+"""What each step clips to and costs: parameters fixed beforehand, or a filter that is asked."""
 
 import dataclasses
 

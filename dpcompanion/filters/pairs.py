@@ -60,8 +60,9 @@ class Law:
 
 
 def connect_the_dots(losses, masses, interval, tilt, cells=None):
-    """Point masses (already tilted) on a grid: (first index, tilted masses). `cells` says in which
-    cell each lies.
+    """Point masses (already tilted) on a grid: (first index, tilted masses).
+
+    `cells` says in which cell each lies.
     """
     if cells is None:
         # A loss that lies on the grid but for rounding belongs there, not half in the cell below.
@@ -116,9 +117,7 @@ class SampledGaussian:
         return loss.tilt, loss.log_delta(epsilon)[0]
 
     def log_mass(self, direction, tilt, log_capped):
-        """ln E[exp(tilt L)] of the block, below the cap: tilt times the Rényi divergence of order
-        tilt + 1.
-        """
+        """ln E[exp(tilt L)] of the block below the cap: tilt x Rényi divergence, order tilt + 1."""
         if self.sample_rate == 1:
             return tilt * (1 + tilt) * self.steps / (2 * self.noise_multiplier**2)
         step = StepLoss(

@@ -264,9 +264,7 @@ def check_optimizer(optimizer, model):
 
 
 def try_out(model, loss, x, y):
-    """Model and loss accept two of the examples, in evaluation mode, and no parameter keeps
-    anything of them.
-    """
+    """Model and loss accept two examples in evaluation mode, and no parameter keeps any of them."""
     x, y, described = (
         x[:2],
         y[:2],

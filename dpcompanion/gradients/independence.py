@@ -34,8 +34,7 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def check_independence(model, loss, x, y):
-    """Refuse a model in which an example's loss changes with its company, in the modes that its
-    layers are in.
+    """Refuse a model in which an example's loss changes with its company, in its layers' modes.
 
     Dropout is left out; of a model that draws at random all the same `check_company` tells. Buffers
     stay as they are.

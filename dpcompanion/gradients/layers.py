@@ -462,8 +462,7 @@ class GhostEmbedding:
 
 
 def float64_sum(layer, factors):
-    """As `layer.weighted_sum`, of one run, in float64, of the very numbers that
-    `layer.squared_norms` has measured.
+    """`layer.weighted_sum` of one run, in float64, of just what `layer.squared_norms` measured.
 
     Each term takes two roundings at most before it is added. `layer` must be one that
     `layer_gradient` made by "materialized"; factors (n,) float64.

@@ -1,5 +1,4 @@
-r"""Linear layers and convolutions that use a weight computed from their parameters,
-:math:`w' = f(w)`.
+r"""Linear layers and convolutions whose weight is computed from parameters, :math:`w' = f(w)`.
 
 Weight standardisation, weight norm and low-rank factors are of this kind. The Jacobian :math:`J` of
 :math:`f` is the same for all examples, so an example's gradient is :math:`J^T g_i` with the

@@ -136,9 +136,7 @@ def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=Non
 
 
 def grouping(model, x):
-    """How the rows that a network takes belong to its examples (`dpcompanion.training.people`), or
-    None: one each.
-    """
+    """How a network's rows belong to its examples (`training.people`), or None: one each."""
     return model.grouping(x) if hasattr(model, "grouping") else None
 
 

@@ -230,9 +230,7 @@ def probing(model):
 
 
 def check_leaves_no_trace(model, x):
-    """Refuse a model that keeps statistics of its examples, or that draws at random: runs would
-    share the draws.
-    """
+    """Refuse a model that keeps statistics, or that draws at random: runs would share the draws."""
     model = copy.deepcopy(model)
     before = noted(model, values=True)
     generators = [torch.random.get_rng_state] + [torch.cuda.get_rng_state] * (

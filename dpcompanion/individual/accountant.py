@@ -245,7 +245,7 @@ class IndividualAccountant(NormHistory):
             self._counts = self._counts.to(torch.int32)
 
     def epsilon(self, delta: float, *, unequal_steps: bool = False) -> torch.Tensor:
-        """Every example's epsilon at `delta`, from all records: an upper bound, (n,) float64.
+        """Each example's epsilon at `delta`, from all recorded norms: an upper bound, (n,) float64.
 
         None exceeds `accounting.compute_epsilon` at the clip norm, by the same accountant and for
         `steps` steps, whose grid may be the finer one.

@@ -437,7 +437,7 @@ class DPSGDPlan:
         )
 
     def budgets(self, target_epsilons: Any) -> torch.Tensor:
-        """The budget of each example, (n,) float64, given as to `dpcompanion.idp.budgets_for`."""
+        """The budget of each example, (n,) float64, given as `idp.budgets_for` takes it."""
         from dpcompanion.idp import budgets_for
 
         return budgets_for(target_epsilons, self.n)

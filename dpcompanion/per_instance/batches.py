@@ -429,7 +429,7 @@ def log_mean(log_values, log_weights=None):
 
 
 def _gaussian_epsilon(ratios, delta):
-    """`gaussian_epsilon`, once per distinct pair: it is expensive, the sum rule has one."""
+    """`gaussian_epsilon`, once per distinct pair: it is expensive; the sum rule has one pair."""
     ratios, delta = torch.broadcast_tensors(ratios, delta)
     pairs, place = torch.unique(
         torch.stack([ratios, delta], dim=-1).reshape(-1, 2), dim=0, return_inverse=True

@@ -1,5 +1,4 @@
-"""One look for every figure: a colour for a notion, the same in every chapter, and sizes that a
-phone can show.
+"""One look for every figure: one colour a notion in all chapters, and sizes that a phone can show.
 
 The colours are those of Okabe and Ito (2008), which remain distinct for colour-blind readers;
 `MARKERS` and `LINES` tell the same notions apart in print. The font is IBM Plex Sans, which comes
@@ -152,8 +151,7 @@ def use_style() -> None:
 def figure(
     rows: int = 1, columns: int = 1, *, height: float | None = None, **kwargs: Any
 ) -> tuple[Any, Any]:
-    """A figure and its axes in the style, as wide as every other; `height` in inches is for each
-    row of axes.
+    """A figure and its axes in the style, as wide as every other; `height` in inches is per row.
 
     Panels lie below each other on a phone's page, so more than two columns are refused.
     """

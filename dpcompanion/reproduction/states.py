@@ -114,7 +114,7 @@ def missing(exhibit: published.Exhibit, found: Iterable[records.Record]) -> tupl
 
 
 def shortened(exhibit: published.Exhibit, found: Iterable[records.Record]) -> tuple[str, ...]:
-    """What shortened runs among these records are of, if without them something were missing."""
+    """What shortened runs among these are of, if data or networks would be missing without them."""
     found = list(found)
     whole = [record for record in found if not published.exhibit(record.name).shortened]
     words = dict.fromkeys(

@@ -325,8 +325,9 @@ class NormTracker(OwnLoop):
 
     @property
     def trajectory(self) -> torch.Tensor:
-        """Every example's epsilon (rounded up, an estimate unless `exact`) after each epoch,
-        (epochs, n) float32.
+        """Every example's epsilon after each epoch, (epochs, n) float32.
+
+        Rounded up; an estimate unless `exact`.
         """
         return (
             torch.stack(self._trajectory)
