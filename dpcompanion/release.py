@@ -358,8 +358,9 @@ def _bounds(name, value, d):
 def split(epsilon: float, delta: float, parts: int) -> float:
     """The epsilon of each of `parts` releases that are together (epsilon, delta)-private.
 
-    Each runs with the same `delta` and the same relation, which is that of the whole. Raises
-    ValueError where a share of epsilon would be 0, since delta alone pays for as much.
+    Each is a release of this module, and runs with the same `delta` and the same relation, which is
+    that of the whole. Raises ValueError where a share of epsilon would be 0, since delta alone pays
+    for as much.
 
     >>> each = split(0.1, 1e-5, 2)
     >>> round(each, 4)
