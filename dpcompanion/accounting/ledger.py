@@ -381,7 +381,7 @@ class Ledger:
         return self._composed[direction, delta]
 
     def epsilon(self, delta: float) -> float:
-        """Epsilon of all together at `delta`, an upper bound; inf if guarantees' deltas exceed it.
+        """Epsilon of it all at `delta`, an upper bound; inf if guarantees' deltas alone exceed it.
 
         The grid adds about 1e-4 of epsilon (`error`), with more than 32 different runs up to 2e-3
         of it. Where so little noise meets so many steps that no grid resolves the loss, the items'

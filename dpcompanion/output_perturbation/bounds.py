@@ -154,7 +154,7 @@ def sgd_sensitivity_estimate(
 
 
 def pairwise_sensitivity(weights: Array) -> torch.Tensor:
-    r"""Equation 18: :math:`\|A(S_i, r) - A(S_j, r)\|` for seeds r and pairs i < j, (seeds, pairs).
+    r"""Equation 18: :math:`\|A(S_i, r) - A(S_j, r)\|` for each seed r, pair i < j: (seeds, pairs).
 
     Pairs come in the order of `torch.combinations`. Under one seed the runs on S_i and S_j differ
     in two places, that of example i and that of example j, so that twice the bound of theorem 2

@@ -1,4 +1,4 @@
-"""One step of any update rule, by comparing batches of both data sets (theorem 3.6)."""
+"""One step of any update rule, by comparing batches across both data sets (theorem 3.6)."""
 
 import math
 
@@ -23,7 +23,7 @@ def update_divergence(
     max_distance: float | None = None,
     confidence: float | None = None,
 ) -> float:
-    r"""Theorem 3.6: one step of any update rule, by comparing batches of both data sets.
+    r"""Theorem 3.6: one step of any update rule, by comparing batches across both data sets.
 
     .. math::
         D_\alpha(M(X') \| M(X)) \le \frac{1}{\alpha-1} E_{B \sim X}

@@ -217,7 +217,7 @@ class Variants(Study):
     paper=Variants({"mnist_cnn": MNIST_CNN, "cifar10": CIFAR10}),
 )
 def figures_13_14(config, run):
-    """Another loss and a smaller model: estimates and exact values, accuracy and epsilon by class.
+    """Another loss, a smaller model: estimates, exact values, accuracy and mean epsilon by class.
 
     The smaller model is linear; on CIFAR-10 it is the paper's two-layer CNN with its learning rate
     of 1.
