@@ -48,7 +48,7 @@ of delta covers them. Coins are exact.
    sampled.
 3. *The cipher*: ChaCha20's stream cannot be distinguished from random bits.
 4. *The inverse of the normal distribution function* in SciPy is right to a relative 1e-14; tests
-  find 1e-15.
+   find 1e-15.
 5. *The processor* rounds as IEEE 754 says.
 
 An account for each example (`dpcompanion.individual`) is one for real numbers, and refuses a plan
