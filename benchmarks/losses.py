@@ -1,4 +1,4 @@
-"""What the engine's checks of the loop's loss cost: processor time of a step, on random data.
+"""What the engine's checks of the loop's loss cost: CPU time of a step, random data, one thread.
 
 An epoch of eight steps with the loader, by Opacus's hooks: the engine compares what comes back to
 the model's outputs with standard losses (*compared*), with the losses of the criterion that it was

@@ -4,7 +4,8 @@
 import the module that you need.
 
 * `dpcompanion.accounting`: what a run of DP-SGD costs in (epsilon, delta);
-* `dpcompanion.mechanism`, `gradients`: a run's description, draws, noise; clipped sums and norms;
+* `dpcompanion.mechanism`, `gradients`: a run's description, draws and noise; clipped sums and
+  gradient norms;
 * `dpcompanion.training`: DP-SGD from one description of a run;
 * `dpcompanion.data`: data sets as tensors;
 * `dpcompanion.individual`, `filters`, `release`: accounts of each example, budgets that hold,

@@ -129,7 +129,7 @@ def whole_number(name: str, value: Any, low: float = 0, high: float = math.inf) 
 
 
 def seed(name: str, value: Any) -> int:
-    """`value` is a seed: a whole number in [0, 2^1024), of which no bit is lost, as int."""
+    """`value` as int: a seed, a whole number in [0, 2^1024), of which no bit is lost."""
     try:
         found = operator.index(value)
     except TypeError:
@@ -193,15 +193,12 @@ def is_number(value: object) -> bool:
 
 
 def as_given(result: _F, *given: object) -> float | _F:
-    """The result of what was given: a float where all of that are plain numbers, else the tensor
-    that it is.
-    """
+    """The result for what was given: a float if all of that are plain numbers, else the tensor."""
     return float(result) if all(map(is_number, given)) else result
 
 
 def entries(*given: Any) -> Iterator[Any]:
-    """What was given, with the entries of lists in place of them: for `as_given`, where a list
-    makes one number.
+    """What was given, lists replaced by their entries: for `as_given`, where a list is one number.
 
     >>> (
     ...     as_given(np.float64(3.0), *entries([1.0, 2.0], 5)),

@@ -1,4 +1,4 @@
-"""Tensors on accelerators: whether reading a value waits, and how they are moved and cast."""
+"""Tensors on accelerators: whether reading waits for the device, and how to move and cast."""
 
 import torch
 

@@ -14,7 +14,7 @@ import sys
 
 @contextlib.contextmanager
 def bar(total, *, label="", done=0, show=None):
-    """A context that gives a function `advance(steps=1)`; `done` of the `total` are behind us."""
+    """A context that gives a function `advance(steps=1)`; `done` of `total` are done already."""
     wanted = sys.stderr.isatty() if show is None else show
     try:
         from tqdm import tqdm

@@ -1,4 +1,4 @@
-"""Logistic regression by DP-SGD as a scikit-learn estimator, with a budget a person (extra `data`).
+"""Logistic regression by DP-SGD as a scikit-learn estimator, with personal budgets (extra `data`).
 
 `DPLogisticRegression` goes where a `LogisticRegression` goes: into pipelines, `clone`,
 `cross_val_score`. It trains by a `DPSGDPlan`, from weights of zero, on columns that a

@@ -53,8 +53,7 @@ class PateParameters:
 def weighted_parameters(
     target_epsilons: Array, counts: Array, *, target_delta: float, queries: int
 ) -> PateParameters:
-    r"""Weighting: votes that count as much as each budget allows, with mean 1, and the noise that
-    goes with them.
+    r"""Weighting: votes count as much as each budget allows, with mean 1, and the noise for them.
 
     Args:
         target_epsilons: (P,) budgets.

@@ -136,7 +136,9 @@ def private_quantiles(
     start: float | None = None,
     relation: str = "add-remove",
 ) -> torch.Tensor:
-    """Quantiles of `values`, together (epsilon, delta)-private: float64, from 0 to `upper`.
+    """Quantiles of `values`, together (epsilon, delta)-private.
+
+    They are (len(quantiles),) float64, from 0 to `upper`.
 
     Neighbouring relation: one value added or removed, n public; or one replaced, see
     `replacement_factor`.
@@ -215,8 +217,7 @@ class PrivateScaler:
     unit: str = "row"
 
     def transform(self, x: Array) -> torch.Tensor:
-        """(x - mean) / scale of columns moved to between their bounds, (m, d), of the type and
-        device of x.
+        """(x - mean) / scale of columns clipped to their bounds, (m, d), with x's type and device.
 
         It is a fixed map of each row, at no further cost. NaN stays NaN.
 
@@ -357,8 +358,9 @@ def _bounds(name, value, d):
 def split(epsilon: float, delta: float, parts: int) -> float:
     """The epsilon of each of `parts` releases that are together (epsilon, delta)-private.
 
-    Each runs with the same `delta` and the same relation, which is that of the whole. Raises
-    ValueError where a share of epsilon would be 0, since delta alone pays for as much.
+    Each is a release of this module, and runs with the same `delta` and the same relation, which is
+    that of the whole. Raises ValueError where a share of epsilon would be 0, since delta alone pays
+    for as much.
 
     >>> each = split(0.1, 1e-5, 2)
     >>> round(each, 4)

@@ -54,7 +54,7 @@ class _Stateful(Protocol):
 
 @runtime_checkable
 class _OfExamples(_Stateful, Protocol):
-    """n examples of runs of one rate, noise and clip norm; numbers are kept on `device`."""
+    """n examples in runs with one rate, noise multiplier and clip norm; kept on `device`."""
 
     n: int
     sample_rate: float
@@ -289,8 +289,7 @@ def check_accountant(
 def check_tracker(
     tracker: Tracker, plan: DPSGDPlan, model: torch.nn.Module, loss: Loss, data: Any
 ) -> None:
-    """Whether a new tracker keeps the protocol along a few steps of a run of `train`, and goes on
-    from its state.
+    """Whether a tracker keeps the protocol for a few steps of `train`, and goes on from its state.
 
     Args:
         tracker: a new one, made for model, loss and data; all four are copied together.

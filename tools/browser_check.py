@@ -234,7 +234,7 @@ def visit(context, site, name, problems, served=False):
 
 
 def check(site, pages=None, chromium=None):
-    """What is wrong with the pages of `site` (all of them, or some), as (page, problem) pairs."""
+    """What is wrong with the pages of `site` (all, or those named), as (page, problem) pairs."""
     site = site.resolve()
     problems, links, anchors = [], {}, {}
     with browser(chromium) as context:

@@ -60,7 +60,7 @@ def tasks(options):
 
 
 def remaining():
-    """{record: seeds, none for its own} that the scoreboard lists as left, those of days last."""
+    """{record: seeds, none for its own} that the scoreboard lists as left; runs of days last."""
     from dpcompanion.reproduction import scoreboard
 
     said = [

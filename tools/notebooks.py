@@ -305,7 +305,7 @@ def check_cell(cell):
 
 
 def execute_all(root, pages, jobs, timeout):
-    """Execute pages, some papers at a time, and print what to say: whether all went well."""
+    """Execute pages, some papers at a time, and print a report; returns whether all went well."""
     preset = os.environ.get("DPCOMPANION_PRESET", "quick")
     print(f"executing {len(pages)} notebooks at the {preset} preset", flush=True)
     good = True

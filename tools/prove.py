@@ -1,4 +1,4 @@
-"""Run the checks of `make test` or of `make prove`, then say what was proved and what not tried.
+"""Run the checks of `make test` or of `make prove`, then say what was proved and what was not.
 
     python tools/prove.py test
     python tools/prove.py prove      the rest, which takes longer

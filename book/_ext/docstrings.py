@@ -65,7 +65,7 @@ class OneSignature(FunctionDocumenter):
 
 
 def _without_source(app):
-    """The index of modules lists no module without a source, such as what Python builds in."""
+    """The index of modules lists no module without a source, such as one built into Python."""
     known = getattr(app.env, "_viewcode_modules", {})
     for name in [name for name, found in known.items() if not found]:
         del known[name]

@@ -29,7 +29,9 @@ def find_noise_multiplier(
     steps: int,
     accountant: str = "pld",
 ) -> float:
-    """The least noise multiplier, within a relative 1e-4, at which a run costs at most the target.
+    """The smallest noise multiplier, within a relative 1e-4, with which a run meets the target.
+
+    The run costs at most (`target_epsilon`, `target_delta`).
 
     Neighbouring relation: add or remove one example. Sampler: Poisson.
 
@@ -99,7 +101,9 @@ def find_sample_rate(
     steps: int,
     accountant: str = "pld",
 ) -> float:
-    """The largest sample rate, within a relative 1e-4, at which a run costs at most the target.
+    """The largest sample rate, within a relative 1e-4, with which a run meets the target.
+
+    The run costs at most (`target_epsilon`, `target_delta`).
 
     Neighbouring relation: add or remove one example. Sampler: Poisson.
 

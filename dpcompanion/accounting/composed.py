@@ -1,12 +1,12 @@
-r"""What a run's summed privacy loss says, once it lies on a grid: delta at an epsilon, and epsilon
-at a delta.
+r"""What a run's summed privacy loss on a grid says: delta at an epsilon, and epsilon at a delta.
 
 `dpcompanion.accounting.pld` composes it. With masses :math:`m_j` of the tilted law at the grid
 points :math:`s_j` and :math:`\Lambda = \ln E[e^{\lambda S}]`,
 
-.. math:: \delta(\varepsilon) = e^{\Lambda - \lambda\varepsilon} \Big(\sum_{s_j > \varepsilon} m_j\,
-    e^{-\lambda(s_j - \varepsilon)} \big(1 - e^{-(s_j - \varepsilon)}\big) + \frac{\text{slack}}{1 +
-    \lambda}\Big) + \text{cap},
+.. math::
+    \delta(\varepsilon) = e^{\Lambda - \lambda\varepsilon} \Big(
+    \sum_{s_j > \varepsilon} m_j\, e^{-\lambda(s_j - \varepsilon)}
+    \big(1 - e^{-(s_j - \varepsilon)}\big) + \frac{\text{slack}}{1 + \lambda}\Big) + \text{cap},
 
 and the epsilon of a delta is the root of this: slack is what the grid's window may have lost, cap
 the probability of a loss beyond the cap.

@@ -120,7 +120,7 @@ def rdp_to_delta(
 
 
 def least_epsilon(rdp_of, count, orders, delta):
-    """Each of `count` rows' least epsilon, from about a quarter of the divergences.
+    """Each of `count` rows' least epsilon over all orders, from about a quarter of the divergences.
 
     `rdp_of(rows, columns)` gives those of some rows at some orders. Epsilon times (order - 1) is
     convex in the order (so is the divergence, and the conversion adds a convex term), hence epsilon

@@ -3,8 +3,9 @@ r"""The Gaussian mechanism, exactly (Balle and Wang 2018, theorem 8).
 Noise :math:`N(0, \sigma^2)` on a value of sensitivity :math:`\Delta` costs, with
 :math:`\mu = \Delta/\sigma`,
 
-.. math:: \delta(\varepsilon) = \Phi(\mu/2 - \varepsilon/\mu) - e^{\varepsilon}\, \Phi(-\mu/2 -
-    \varepsilon/\mu),
+.. math::
+    \delta(\varepsilon)
+    = \Phi(\mu/2 - \varepsilon/\mu) - e^{\varepsilon}\, \Phi(-\mu/2 - \varepsilon/\mu),
 
 with equality: no smaller delta holds. Several Gaussian mechanisms compose to one, their
 :math:`\mu^2` add up. The classical rule
@@ -105,7 +106,10 @@ def _rest_of_square(m):
 
 
 def composed_mu(steps, noise_multiplier):
-    """The mu of so many full batches, rounded up: far out delta changes mu times as much as mu."""
+    """The mu of so many full batches, rounded up.
+
+    Far out, delta changes mu times as much as mu does, relatively.
+    """
     return math.sqrt(steps) / noise_multiplier * (1 + 2.0**-51)
 
 

@@ -374,7 +374,7 @@ def _transforms(levels, steps, size, interval, tilt):
 
 
 def _window(counts, levels, steps, tilt, interval):
-    """Ends of all tilted sums on the grid but for a small mass, and that mass (as in `pld`)."""
+    """Ends that hold all tilted sums on the grid but a small mass, and that mass (as in `pld`)."""
     here = torch.tensor([tilt], dtype=torch.float64)
     base = levels.blend(torch.stack([step.log_mgf(here) for step in steps]))
     # Of a mixture somewhat less than its own, which only chooses where to look.
@@ -463,7 +463,7 @@ def _lost(tilt, interval):
 
 
 def _read_off(deltas, grid, delta):
-    """The least epsilon where chords of delta over exp(epsilon) reach the target; else inf."""
+    """The least epsilon where chords of delta over exp(epsilon) reach the target; inf without."""
     met = deltas <= delta
     index = met.double().argmax(dim=1)
     never = ~met.any(dim=1)

@@ -381,8 +381,7 @@ class Ledger:
         return self._composed[direction, delta]
 
     def epsilon(self, delta: float) -> float:
-        """Epsilon of everything together at `delta`, an upper bound; inf where guarantees' deltas
-        alone exceed it.
+        """Epsilon of it all at `delta`, an upper bound; inf if guarantees' deltas alone exceed it.
 
         The grid adds about 1e-4 of epsilon (`error`), with more than 32 different runs up to 2e-3
         of it. Where so little noise meets so many steps that no grid resolves the loss, the items'
@@ -630,7 +629,7 @@ class Ledger:
         )
 
     def mu(self, *, least: float = 1e-9) -> GaussianMu:
-        r"""The least mu, from above, of a Gaussian trade-off curve that is nowhere above this one.
+        r"""The least mu, from above, whose Gaussian trade-off curve is nowhere above this one.
 
         The bound holds at every false positive rate once `least` is added to delta, that is for all
         epsilons whose delta is at least `least`; beyond, no finite mu says anything useful of a
@@ -765,7 +764,7 @@ class Ledger:
         return cls([SampledGaussian(rate, noise, steps) for noise, rate, steps in rows])
 
     def to_dp_event(self) -> Any:
-        """The ledger as an event of Google's dp-accounting (to be installed), for its accountants.
+        """The ledger as an event for Google's dp-accounting, which must be installed.
 
         Raises:
             ValueError: for a `Guarantee`, of which dp-accounting has no event, and for

@@ -1,4 +1,4 @@
-r"""The summed privacy loss of different mechanisms: sampled Gaussians of any kind, and releases.
+r"""The summed loss of different mechanisms: sampled Gaussians of any rate and noise, and releases.
 
 Losses of independent mechanisms add up, so on a common grid the characteristic function of the sum
 is :math:`\prod_j \varphi_j(\theta)^{n_j}`: one Fourier transform for each *kind* j, however often
@@ -157,7 +157,7 @@ class ReplacementLoss(StepLoss):
 
 
 class _Bounded:
-    """A loss from -most to most, whose law under the first of the pair is in closed form."""
+    """A loss from -most to most; its law under the pair's first distribution has a closed form."""
 
     log_capped = -math.inf
 
@@ -174,7 +174,7 @@ class _Bounded:
         raise NotImplementedError
 
     def tilted_variance(self, tilt):
-        """Of the tilted law: by second differences of ln E[exp(tilt L)], enough for a window."""
+        """Of the tilted law: by second differences of ln E[exp(tilt L)], to choose a window."""
         step = 1e-3 / self.most
         low, here, high = self.log_mgf(
             tilt + step * torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)
@@ -289,7 +289,7 @@ class Sum:
         return tilts[reachable], self.log_mgf(tilts[reachable])
 
     def window(self, tilt):
-        """interval -> ends of the tilted sum on the grid but for 2 e^-38 (Chernoff's bound)."""
+        """interval -> ends that hold the tilted sum on the grid but for 2 e^-38 (Chernoff)."""
         variance = sum(count * loss.tilted_variance(tilt) for loss, count in self.kinds)
         here = float(self.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
         few, many = sorted((tilt, 1 / max(math.sqrt(variance), 1e-6 / tilt)))
@@ -316,7 +316,7 @@ class Sum:
 
 
 def refined(total, epsilon, delta=None, infinite=0.0):
-    """The loss of a `Sum` near `epsilon`, or on to `delta`, on a grid fine enough; and the epsilon.
+    """A `Sum`'s loss near `epsilon`, or from there to `delta`, on a fine grid; and the epsilon.
 
     `infinite` is the probability of an infinite loss, which counts as delta.
     """

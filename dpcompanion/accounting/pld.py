@@ -213,7 +213,7 @@ def compose_near(
 
 
 def _refined(step, steps, epsilon, delta, interval, *, near=None, coarse=1.0):
-    """A run's loss near `epsilon`, or on to `delta`, on a grid fine enough; and the epsilon."""
+    """A run's loss near `epsilon`, or from there to `delta`, on a fine grid; and the epsilon."""
     slope, coarser = 0.0, math.inf
     for _ in range(4):
         loss = _compose_step(step, steps, epsilon, slope, interval, coarse)
@@ -361,8 +361,7 @@ def tilted_window(step, steps, tilt, interval):
 
 
 def epsilon(*, sample_rate, noise_multiplier, steps, delta, near=None, coarse=1.0):
-    """Epsilon of a run by its privacy loss distribution, the worse of both directions
-    (scalars; see `compute_epsilon`).
+    """Epsilon of a run by its privacy loss, the worse of both directions (see `compute_epsilon`).
 
     Args:
         near: about what it is, if that is known, which saves time.
@@ -400,7 +399,7 @@ def _epsilon_on_grids(sample_rate, noise_multiplier, steps, delta, near, coarse)
 
 
 def delta(*, sample_rate, noise_multiplier, steps, epsilon):
-    """Delta of a run by its privacy loss distribution, the worse of both directions (scalars)."""
+    """Delta of a run by its privacy loss, the worse of both directions (see `compute_delta`)."""
     if sample_rate == 1:
         return min(
             1.0, ROUNDING * float(gaussian_delta(composed_mu(steps, noise_multiplier), epsilon))

@@ -17,8 +17,8 @@ Both ways below compute :math:`A_\alpha - 1` as a sum of terms that are never ne
 nothing cancels, and the relative error of the divergence stays near 1e-12 from noise multiplier 0.1
 to 1e6 and sample rate 1e-7 to 1:
 
-* at an integer order, by the binomial sum :math:`A_\alpha - 1 = \sum_{k=2}^{\alpha}
-  \binom{\alpha}{k} (1-q)^{\alpha-k} q^k (e^{(k^2-k)/2\sigma^2} - 1)`;
+* at an integer order, by the binomial sum, which gives :math:`A_\alpha - 1` as
+  :math:`\sum_{k=2}^{\alpha} \binom{\alpha}{k} (1-q)^{\alpha-k} q^k (e^{(k^2-k)/2\sigma^2} - 1)`;
 * at any other order (and above 1024), by the trapezoidal rule on
   :math:`A_\alpha - 1 = E_Q[(1+y)^\alpha - 1 - \alpha y]`, where :math:`1 + y = P/Q`: the integrand
   is convex in y, so never negative, and analytic, so the rule converges exponentially fast.

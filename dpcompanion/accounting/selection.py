@@ -72,7 +72,7 @@ class Selection:
         return float(rdp_to_delta(self.rdp, self.orders, epsilon)[0])
 
     def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
-        """As (epsilon, delta) guarantee at `delta`, for `Ledger.add`; ValueError without one."""
+        """As an (epsilon, delta) guarantee, for `Ledger.add`; ValueError without a `delta`."""
         if delta is None:
             raise ValueError(
                 "delta must be given, at which the selection's guarantee is taken, got None"
@@ -83,7 +83,9 @@ class Selection:
 
 
 def select_best(item: Any, *, mean: float, distribution: str = "poisson") -> Selection:
-    """The cost of the best of randomly many runs of `item`: `.epsilon(delta)`, `.delta(epsilon)`.
+    """The cost of the best of randomly many runs of `item`, as `Selection`.
+
+    `.epsilon(delta)` and `.delta(epsilon)` of the result are upper bounds.
 
     Args:
         item: one run: an item of a ledger, a plan, or a `Ledger` of all that one run does; of

@@ -1,4 +1,4 @@
-"""How well scores tell members from nonmembers: ROC curves, their area, and one point of them."""
+"""How well scores tell members from nonmembers: ROC curves, the area below, one point."""
 
 import math
 import typing
@@ -45,7 +45,9 @@ def roc(members: Array, nonmembers: Array) -> Rates:
 
 
 def auc(members: Array, nonmembers: Array, *, confidence: float = 0.95) -> Interval:
-    """Area under the ROC curve, how often members score above nonmembers, with DeLong's interval.
+    """The area under the ROC curve, with DeLong's interval.
+
+    It is the probability that a member scores above a nonmember.
 
     DeLong's variance is too small, down to 0, where scores are few or nearly all of one side lie
     above the other's. With k scores on the smaller side the true one is at most area (1 - area) /

@@ -11,7 +11,10 @@ from dpcompanion.attacks.rates import clopper_pearson
 
 
 class LossThreshold(typing.NamedTuple):
-    """A loss-threshold attack: the threshold, its success on fresh examples, and on its own."""
+    """A loss-threshold attack.
+
+    The threshold, its success on fresh examples, and on those that it was chosen on (`fitted`).
+    """
 
     threshold: float
     success: Interval
@@ -26,8 +29,7 @@ class LossThreshold(typing.NamedTuple):
 def loss_threshold_attack(
     members: Array, nonmembers: Array, *, generator: torch.Generator, confidence: float = 0.95
 ) -> LossThreshold:
-    """Call an example a member if its loss is at most a threshold (Yeom et al. 2018; Yu et al.
-    2022, section 5.3).
+    """A loss up to a threshold marks a member (Yeom et al. 2018; Yu et al. 2022, section 5.3).
 
     As many members as nonmembers are sampled, each is split in half: one half chooses the threshold
     with the most right answers, the other one counts them. `fitted`, the success on the first half,

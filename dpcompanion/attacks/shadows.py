@@ -63,7 +63,7 @@ def shadow_masks(models: int, n: int, *, generator: torch.Generator) -> torch.Te
 def lira(
     targets: torch.Tensor, shadows: torch.Tensor, masks: torch.Tensor, *, variance: str = "each"
 ) -> torch.Tensor:
-    """The log-likelihood ratio of LiRA: how much likelier a target's score is with the example.
+    """LiRA's log-likelihood ratio: how much likelier a score is if its model saw the example.
 
     Args:
         targets: (..., n) scores under one or more target models.

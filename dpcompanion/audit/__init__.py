@@ -1,4 +1,4 @@
-r"""Audits in one run: lower bounds on epsilon from a single training, for all and for each group.
+r"""Audits in one run: lower bounds on epsilon from one training, for all examples and each group.
 
 Among the examples, m are canaries. A fair coin for each decides whether it takes part. The training
 runs once; an auditor scores every canary, calls the r/2 with the largest scores in and the r/2 with

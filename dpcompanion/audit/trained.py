@@ -1,6 +1,4 @@
-"""The audit of a training by `dpcompanion.training.train`: coins decide who takes part, its sums
-give them away.
-"""
+"""The audit of a `training.train` run: coins decide who takes part, its sums give them away."""
 
 import math
 from collections.abc import Sequence

@@ -273,7 +273,7 @@ def lines_of(path, verify, name):
 
 
 def download_files(name, folder):
-    """Try to fetch a data set from its publisher; returns what to add to the message if in vain."""
+    """Try to fetch a data set from its publisher; returns what the message adds if that failed."""
     try:
         if name in ("mnist", "cifar10", "svhn"):
             # torchvision announces what it does on stdout, which belongs to the caller.

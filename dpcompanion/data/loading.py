@@ -56,7 +56,7 @@ class Dataset:
         return len(self.classes)
 
     def normalized(self) -> "Dataset":
-        """The same split with (x - mean) / sd a channel, by public constants (`PUBLIC_MOMENTS`).
+        """The same split with (x - mean) / sd per channel, by public constants (`PUBLIC_MOMENTS`).
 
         Raises ValueError for a set that has none: statistics of private data would have to be paid
         for.

@@ -21,7 +21,7 @@ from dpcompanion.training import distributed
 
 
 def _rearranged(rearrange, *, module, **options):
-    """As Opacus does, whose notes of a layer are an empty list after a pass in evaluation mode."""
+    """As Opacus does, but a layer without notes of a pass in training mode raises ValueError."""
     if not getattr(module, "activations", None):
         raise ValueError(
             "module must be in training mode in the forward pass of each backward pass, but "

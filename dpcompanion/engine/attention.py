@@ -1,4 +1,4 @@
-r"""Attention in layers that Opacus sees: `torch.nn.MultiheadAttention`, weight by weight.
+r"""Attention whose weights lie in layers that Opacus sees: `torch.nn.MultiheadAttention`.
 
 .. math:: \mathrm{head}_j = \mathrm{softmax}\Bigl(\tfrac{Q_j K_j^\top}{\sqrt{d}} + M\Bigr) V_j,
     \qquad \mathrm{out} = W_o\,[\mathrm{head}_1, \dots, \mathrm{head}_h] + b_o
@@ -96,7 +96,7 @@ class MultiheadAttention(nn.Module):
 
     @classmethod
     def of(cls, layer: Any) -> "MultiheadAttention":
-        """The layer for a `torch.nn.MultiheadAttention`, with copies of its weights."""
+        """The layer that computes what a `torch.nn.MultiheadAttention` does, by copied weights."""
         made = cls(
             layer.embed_dim,
             layer.num_heads,
@@ -124,8 +124,7 @@ class MultiheadAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Outputs and attention weights (None without `need_weights`), as
-        `torch.nn.MultiheadAttention` gives them.
+        """Outputs and attention weights (None without `need_weights`), as PyTorch gives them.
 
         Args:
             query, key, value: (L, N, embed_dim), (S, N, kdim) and (S, N, vdim); N first with

@@ -1,6 +1,4 @@
-"""What each step clips to and what it costs: parameters that were fixed beforehand, or a filter
-that is asked.
-"""
+"""What each step clips to and costs: parameters fixed beforehand, or a filter that is asked."""
 
 import dataclasses
 
@@ -97,7 +95,7 @@ class FixedBudgets:
         )
 
     def statement(self, steps):
-        """What the epsilons after so many steps are about; before the first, all planned ones."""
+        """What the epsilons are about: so many steps, or before the first all that are planned."""
         return self.plan(steps).statement(steps=steps or None)
 
     def promise(self, steps):

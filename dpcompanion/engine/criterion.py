@@ -113,7 +113,7 @@ def _fixed(criterion, args, kwargs, n):
 
 
 class LossCompany:
-    """Whether an example's loss is its own: alone, in a part of the batch, and in another order."""
+    """Whether an example's loss is its own: the same alone, in part of a batch, and reordered."""
 
     def __init__(self):
         self.calls = 0

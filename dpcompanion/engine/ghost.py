@@ -23,7 +23,7 @@ from dpcompanion.gradients.tensors import rounded_up, tolerances
 
 
 def _check_autocast(layer, args):
-    """Of a layer in training nothing is cast: gradients add up in the type of its products."""
+    """Refuse a layer in training under autocast: its gradients would add up in the shorter type."""
     device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), "cpu")
     watched = layer is None or (layer.training and torch.is_grad_enabled())
     if watched and autocasts(device):

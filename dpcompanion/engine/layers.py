@@ -135,7 +135,7 @@ def mend(hooks, dim=0):
 
 
 def _forward(hooks, forward, dim, *args, **kwargs):
-    """A pass; of an empty batch, which many models do not take, and expanded weights never."""
+    """A pass, also of an empty batch, which many models refuse and expanded weights always do."""
     expanded = isinstance(hooks, GradSampleModuleExpandedWeights)
     if any(
         torch.is_tensor(t) and t.ndim > dim and not t.shape[dim]

@@ -417,7 +417,7 @@ def _versions(p):
 
 
 def _sums(p):
-    """Over the examples, of a parameter's gradients; NaN is left out, and compared by nobody."""
+    """Over examples, of a parameter's per-example gradients; NaN is left out, not compared."""
     found = getattr(p, "grad_sample", None)
     parts = found if isinstance(found, list) else [] if found is None else [found]
     return [t.detach().nan_to_num().sum(0) for t in parts if t.device.type != "meta"]

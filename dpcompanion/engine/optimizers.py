@@ -103,8 +103,9 @@ class Following(DPOptimizer):
         return int(self._dropped)
 
     def _drop(self, bad):
-        """Note which gradients (k,) are not finite; whether there may be any. A device is not
-        asked: see `look`.
+        """Note which gradients (k,) are not finite; whether there may be any.
+
+        A device is not asked: see `look`.
         """
         if not on_accelerator(bad) and not bad.any():
             return False
@@ -114,8 +115,7 @@ class Following(DPOptimizer):
         return True
 
     def look(self):
-        """Say what has come to light: on a device it is asked for where the host waits anyway, not
-        in each step.
+        """Say what has come to light: asked for where the host waits anyway, not in each step.
 
         Raises:
             FloatingPointError: a sum was not finite, and the weights are no numbers since.
@@ -157,7 +157,7 @@ class Following(DPOptimizer):
                     p.grad_sample = sample
 
     def rewind(self):
-        """Before a checkpoint is loaded: draws that are no steps yet are repeated from it."""
+        """Before a checkpoint loads: draws that are no steps yet are repeated from its state."""
         self.draws.rewind()
 
     def states(self):

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def map_tensors(value, function, which):
-    """A module's outputs with every tensor for which `which` holds replaced by its `function`."""
+    """A module's outputs, where tensors for which `which` holds become `function(tensor)`."""
     if torch.is_tensor(value):
         return function(value) if which(value) else value
     if isinstance(value, Mapping):

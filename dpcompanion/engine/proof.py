@@ -189,7 +189,7 @@ class Proof:
         self.open, self._proved = False, batch.n if len(fit) > 1 else self._proved
 
     def _put_out(self, batch):
-        """What the first example alone makes the module put out, drawn at random always alike."""
+        """What the module puts out for the first example alone, with the same random draws."""
         args, kwargs = batch.take([0])
         self.rows, device = 1, next(self._inner.parameters()).device
         with drawing_alike(device), self._plain(), torch.no_grad():
@@ -379,7 +379,7 @@ class Proof:
         self._clear()
 
     def _check_outputs(self, batch, row, parameters, together, alone, relative):
-        """Note whether outputs in company are those alone: gradients tell of nothing detached."""
+        """Note whether outputs in a batch are those alone: gradients do not show detached parts."""
         for i, (found, (own, size)) in enumerate(zip(together, alone)):
             if found is None or not abs(found.detach() - own) > 3 * relative * size + 1e-6:
                 continue  # a number of the whole batch; or the same, or none to compare

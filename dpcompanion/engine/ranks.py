@@ -45,7 +45,7 @@ def on_all_ranks(
 
 
 def share_draws(engine: Any) -> None:
-    """Give all ranks the key of rank 0's draws, if not of a seed. The noise's key stays there."""
+    """Give all ranks the key of rank 0's draws, unless a seed's. The noise's key stays."""
     follower = engine.accountant.follower
     stream = follower.draws.generator
     if isinstance(stream, SecureStream) and engine.accountant.origin is None:

@@ -31,7 +31,7 @@ class _Cell(nn.Module):
 
 
 class _Recurrent(nn.Module):
-    """What the three share; a state is a tuple of tensors (N, hidden_size), the first put out."""
+    """What the three share; a state is a tuple of (N, hidden_size), the output first."""
 
     kind, gates, states = nn.RNN, 1, 1
 

@@ -1,4 +1,4 @@
-"""Layers for private training in place of PyTorch's recurrent and attention layers."""
+"""Private training's layers in place of PyTorch's recurrent and attention ones, same weights."""
 
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn

@@ -39,7 +39,7 @@ def gradient_of(loss, out, batch):
 
 
 def fits_to(gradient, expected, bound, scale):
-    """Whether each example's gradient is as expected, up to rounding; if not finite, none is."""
+    """Whether each example's gradient is the expected one, up to rounding; False if not finite."""
     off = gradient - expected
     # What is within the smallest bound of all is within each example's own; NaN is not.
     if (

@@ -75,7 +75,7 @@ def level_costs(
     target_delta: float,
     block: int = 1,
 ) -> tuple[int, ...]:
-    """Whole costs in proportion to each level's Rényi divergence at the target's deciding order.
+    """Whole costs in proportion to levels' Rényi divergences at the order that decides the target.
 
     Args:
         levels: (K,) ascending shares of the clip norm, in (0, 1].

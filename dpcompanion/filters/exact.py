@@ -235,9 +235,7 @@ class ExactFilter(NormInput):
 
     @property
     def costs(self) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
-        """What a block costs at each level: (K,) whole numbers where they are the same for all,
-        else (n, K).
-        """
+        """A block's cost at each level: whole numbers (K,) if the same for all, else (n, K)."""
         if len(self._tables) == 1:
             return self._tables[0]
         return tuple(self._tables[k] for k in self._which.tolist())
@@ -318,7 +316,9 @@ class ExactFilter(NormInput):
         return self._limits.clone()  # what a caller does to it must not move the next step's
 
     def epsilon(self, delta: float, *, spent: Array | None = None) -> torch.Tensor:
-        """Each example's promise at `delta`, before the run: (n,) float64, within a relative 1e-3.
+        """Each example's promised epsilon at `delta`: (n,) float64, within a relative 1e-3.
+
+        It is promised before the run, whatever the run will spend.
 
         Args:
             delta: in (0, 1).
@@ -384,9 +384,7 @@ class ExactFilter(NormInput):
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from a `state_dict` of a filter with the same parameters and budgets; ValueError
-        names what differs.
-        """
+        """Go on from a `state_dict` of the same parameters and budgets; ValueError otherwise."""
         if (parameters := _checks.entry(state, "parameters")) != self._parameters():
             raise ValueError(
                 f"state must be of a filter with {self._parameters()}, got {parameters}"

@@ -225,7 +225,7 @@ def _interval(times, tilt, epsilon):
 
 
 def _ends(laws, times, interval, epsilon):
-    """The window of tilted paths from 0 to epsilon, in grid points; no farther than any can."""
+    """The window of tilted paths from 0 to epsilon, in grid points, no wider than paths can go."""
     least = min(count * min(law.first, 0) for law, count in zip(laws, times))
     most = max(count * max(law.first + len(law.masses) - 1, 0) for law, count in zip(laws, times))
     goal = math.ceil(epsilon / interval)

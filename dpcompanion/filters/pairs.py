@@ -1,4 +1,4 @@
-r"""What a filter can charge for: dominating pairs (P, Q), each with its privacy loss on a grid.
+r"""What a filter can charge for: dominating pairs (P, Q), with the law of each loss on a grid.
 
 A pair stands for one stage of a run. Its loss :math:`L = \ln(P/Q)` under P is moved to a grid of
 spacing h by connecting the dots (Doroshenko et al. 2022): mass between two grid points is shared
@@ -60,8 +60,9 @@ class Law:
 
 
 def connect_the_dots(losses, masses, interval, tilt, cells=None):
-    """Point masses (already tilted) on a grid: (first index, tilted masses). `cells` says in which
-    cell each lies.
+    """Point masses (already tilted) on a grid: (first index, tilted masses).
+
+    `cells` says in which cell each lies.
     """
     if cells is None:
         # A loss that lies on the grid but for rounding belongs there, not half in the cell below.
@@ -116,9 +117,7 @@ class SampledGaussian:
         return loss.tilt, loss.log_delta(epsilon)[0]
 
     def log_mass(self, direction, tilt, log_capped):
-        """ln E[exp(tilt L)] of the block, below the cap: tilt times the Rényi divergence of order
-        tilt + 1.
-        """
+        """ln E[exp(tilt L)] of the block below the cap: tilt x Rényi divergence, order tilt + 1."""
         if self.sample_rate == 1:
             return tilt * (1 + tilt) * self.steps / (2 * self.noise_multiplier**2)
         step = StepLoss(
@@ -195,7 +194,7 @@ class SampledGaussian:
 
 
 class Discrete:
-    """A mechanism with finitely many outputs, of probabilities `p` with the example `q` without.
+    """A mechanism with finitely many outputs: probabilities `p` with the example, `q` without.
 
     Args:
         p, q: sequences of the same length that sum to 1. Where q is 0 and p is not, the loss is

@@ -298,7 +298,10 @@ class RenyiFilter(NormInput):
         return torch.where(self._admit(norms), norms, 0)
 
     def epsilon(self, delta: float) -> torch.Tensor:
-        """The epsilon that each example's budgets guarantee at `delta`: (n,) float64."""
+        """The epsilon that each example's budgets guarantee at `delta`, (n,) float64.
+
+        It holds whatever happens in the run.
+        """
         _checks.in_interval("delta", delta, 0, 1, closed="neither")
         self._check_nothing_refused()
         return rdp_to_epsilon(self._budgets.clamp(max=1e30), self._orders, delta)[0]

@@ -49,8 +49,7 @@ class Batch:
 
     @classmethod
     def of(cls, tree: Any) -> "Batch":
-        """A nesting of mappings, lists and tuples of tensors, or a tensor, as one batch; `tree`
-        gives it back.
+        """Nested mappings, lists and tuples of tensors, or a tensor, as a batch; inverse of `tree`.
 
         Raises:
             ValueError: as of `Batch`, or for what is no such nesting.

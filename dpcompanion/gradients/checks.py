@@ -45,7 +45,7 @@ def check_data(x, y, n=None):
 
 
 def check_types(model, x):
-    """Trainable parameters are of one floating-point type, as inputs with a fraction."""
+    """All trainable parameters have one floating-point type, as have inputs with a fraction."""
     types = {p.dtype for p in model.parameters() if p.requires_grad}
     if len(types) > 1 or not all(dtype.is_floating_point for dtype in types):
         raise ValueError(
@@ -223,7 +223,7 @@ def numbers_of(plan):
 
 
 def check_plan(plan, ours, numbers):
-    """A callback has put no other plan in place of ours, nor other numbers than `numbers_of` it."""
+    """The plan is still `ours`, with the `numbers` of the start: no callback has changed it."""
     now = [torch.as_tensor(each) for each in (plan.sample_rate, plan.max_grad_norm)]
     if plan is not ours or not all(map(torch.equal, now, numbers)):
         raise ValueError(
@@ -234,7 +234,7 @@ def check_plan(plan, ours, numbers):
 
 
 def check_optimizer(optimizer, model):
-    """The optimizer holds the model's trainable parameters, no others, and needs no closure."""
+    """The optimizer holds all the model's trainable parameters, no others, and needs no closure."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             "optimizer must be one of torch.optim, made of the model's parameters, got "
@@ -264,9 +264,7 @@ def check_optimizer(optimizer, model):
 
 
 def try_out(model, loss, x, y):
-    """Model and loss accept two of the examples, in evaluation mode, and no parameter keeps
-    anything of them.
-    """
+    """Model and loss accept two examples in evaluation mode, and no parameter keeps any of them."""
     x, y, described = (
         x[:2],
         y[:2],

@@ -250,7 +250,7 @@ def gradient_norms(
 
 
 def resolve_method(model, loss, x, y, method="auto", precision=None, *, float64=False):
-    """The method that "auto" stands for: "mixed" if the model can be taken apart, else "func".
+    """What "auto" stands for: "mixed" if the model can be taken apart into layers, else "func".
 
     Layers are trusted only if norms and sums agree with plain autograd
     (`dpcompanion.gradients.proof`) for the examples with the largest gradients of a probe of (x,

@@ -34,8 +34,7 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def check_independence(model, loss, x, y):
-    """Refuse a model in which an example's loss changes with its company, in the modes that its
-    layers are in.
+    """Refuse a model in which an example's loss changes with its company, in its layers' modes.
 
     Dropout is left out; of a model that draws at random all the same `check_company` tells. Buffers
     stay as they are.
@@ -109,7 +108,7 @@ def check_company(model, loss, x, y):
 
 
 def check_stateless(model, loss, x, y):
-    """Refuse a model whose loss of an example depends on what it has seen before, one by one."""
+    """Refuse a model whose loss of an example depends on those it saw before, one at a time."""
     ends = [torch.tensor([row]) for row in (0, len(x) - 1, 0)]
     first, _, again = (_losses_alike(model, loss, x, y, row) for row in ends)
     check_repeats(first, again)

@@ -295,7 +295,7 @@ class GhostReparametrized:
         return self.held.gradients if self.held else {}
 
     def hold(self):
-        """This, with the effective weight's gradients held for the sum: the numbers measured."""
+        """This, holding the effective weight's gradients for the sum: the very numbers measured."""
         self.held = _explicit_matrices(self.ghost.module, self.ghost.uses)
         self._squares, self.ghost.uses = self.squared_norms(), []
         return self
@@ -462,8 +462,7 @@ class GhostEmbedding:
 
 
 def float64_sum(layer, factors):
-    """As `layer.weighted_sum`, of one run, in float64, of the very numbers that
-    `layer.squared_norms` has measured.
+    """`layer.weighted_sum` of one run, in float64, of just what `layer.squared_norms` measured.
 
     Each term takes two roundings at most before it is added. `layer` must be one that
     `layer_gradient` made by "materialized"; factors (n,) float64.

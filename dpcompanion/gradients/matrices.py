@@ -196,7 +196,7 @@ def _at_once(module, a, g, found, room):
 
 
 def _by_rows(conv, a, g, found, room):
-    """Of patches of 3 x 3 pixels only a third is copied, with a product a row of the kernel."""
+    """Of patches of 3 x 3 pixels only a third is copied, with one product per kernel row."""
     inputs = _strips(conv, a, room)
     positions = g[0, 0].numel()
     per_row = conv.dilation[0] * g.shape[3]

@@ -19,7 +19,7 @@ from dpcompanion.gradients.tensors import UnsupportedModel, own_parameters
 
 
 class Recorder:
-    """Forward hooks that note a trainable layer's inputs and where gradients of outputs arrive."""
+    """Forward hooks that note each trainable layer's inputs, and where output gradients arrive."""
 
     def __init__(self, model):
         self.uses, self._examples = {}, None

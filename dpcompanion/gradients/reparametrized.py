@@ -1,5 +1,4 @@
-r"""Linear layers and convolutions that use a weight computed from their parameters,
-:math:`w' = f(w)`.
+r"""Linear layers and convolutions whose weight is computed from parameters, :math:`w' = f(w)`.
 
 Weight standardisation, weight norm and low-rank factors are of this kind. The Jacobian :math:`J` of
 :math:`f` is the same for all examples, so an example's gradient is :math:`J^T g_i` with the
@@ -102,7 +101,7 @@ class Reparametrized(nn.Module):
         return 2 * found
 
     def ordinary(self) -> nn.Linear | nn.Conv2d:
-        """A layer of the same sizes, options and bias with an ordinary weight; without memory."""
+        """An ordinary layer of the same sizes, options and trainable bias; without memory."""
         kind: dict[str, Any] = {
             "bias": self.bias is not None,
             "device": "meta",

@@ -29,8 +29,9 @@ from dpcompanion.gradients.tensors import UnsupportedModel, call_with, own_param
 
 
 class StackedLayer(nn.Module):
-    """One layer of all runs: parameters under the names of `layer`, (runs, *shape) each. What is
-    frozen is shared.
+    """One layer of all runs: parameters under the names of `layer`, (runs, *shape) each.
+
+    What is frozen is shared.
     """
 
     def __init__(self, layer):

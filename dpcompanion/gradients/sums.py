@@ -136,9 +136,7 @@ def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=Non
 
 
 def grouping(model, x):
-    """How the rows that a network takes belong to its examples (`dpcompanion.training.people`), or
-    None: one each.
-    """
+    """How a network's rows belong to its examples (`training.people`), or None: one each."""
     return model.grouping(x) if hasattr(model, "grouping") else None
 
 
@@ -224,7 +222,7 @@ def per_example_gradients(model, loss, x, y):
 
 
 def functional(model, loss, x, y, max_grad_norm, stacked=None, float64=False):
-    """As `layerwise`, for any model; `stacked` : {name: (runs, *shape)} of several runs."""
+    """As `layerwise`, for any model; `stacked`: {name: (runs, *shape)} for several runs."""
     checks.check_arithmetic(x.device)
     if stacked is None:
         runs, (gradients, losses) = None, per_example_gradients(model, loss, x, y)

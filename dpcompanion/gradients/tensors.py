@@ -56,7 +56,7 @@ def call_with(model, tensors, *inputs):
 
 
 def losses_in(precision, model, loss, x, y):
-    """Losses, the network in `precision` ("bf16", or None for its own) and the loss in its own."""
+    """Losses, with the network in `precision` ("bf16", or None: its own), the loss in its own."""
     return loss(outputs_in(precision, model, x), y)
 
 

@@ -124,7 +124,7 @@ def untrained(model):
 
 
 def _tensors_of(model):
-    """Buffers and parameters, {name: tensor}: no pass may change them, only a step trained ones."""
+    """Buffers and parameters, {name: tensor}: no pass may change them, a step only trained ones."""
     own = ((name, p) for name, p in model.named_parameters() if isinstance(p, torch.nn.Parameter))
     return untrained(model) | {f"parameter {name!r}": p for name, p in own if p.requires_grad}
 
@@ -197,7 +197,7 @@ def refuse_statistics(what, name="model"):
 
 
 def check_later(later):
-    """What `check_untouched` left to be looked at: {what: whether it changed, a tensor}."""
+    """What `check_untouched` left for several later looks: {what: whether it changed, a tensor}."""
     for what, changed in later.items():
         if changed:
             refuse_statistics(what)
@@ -230,9 +230,7 @@ def probing(model):
 
 
 def check_leaves_no_trace(model, x):
-    """Refuse a model that keeps statistics of its examples, or that draws at random: runs would
-    share the draws.
-    """
+    """Refuse a model that keeps statistics, or that draws at random: runs would share the draws."""
     model = copy.deepcopy(model)
     before = noted(model, values=True)
     generators = [torch.random.get_rng_state] + [torch.cuda.get_rng_state] * (

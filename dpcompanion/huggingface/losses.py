@@ -8,7 +8,7 @@ each example has the mean over its own tokens,
     \ell_i = \frac{1}{|\{t : y_{it} \ne -100\}|}
         \sum_{t : y_{it} \ne -100} -\log p(y_{it} \mid \cdot),
 
-with labels shifted where the model shifts them. For one example it is the model's own loss.
+with labels shifted where the model shifts them. For a batch of one it is the model's own loss.
 
 ==============================  =================================================================
 the model's class               an example's loss

@@ -94,7 +94,7 @@ def _check(args, train_dataset, privacy, options):
 
 
 class PersonalTrainer(Trainer):
-    """A `transformers.Trainer` that keeps a budget for each person; see `dpcompanion.huggingface`.
+    """A `transformers.Trainer` with a privacy budget for each person (`dpcompanion.huggingface`).
 
     Args:
         model: a model of `transformers` or `peft` with a head, on one device.

@@ -54,7 +54,9 @@ def sample_parameters(
     accountant: str = "pld",
     noise_range: tuple[float, float] | None = None,
 ) -> SampleParameters:
-    """Sample: the noise multiplier and rates that use up each budget, of mean `sample_rate`.
+    """Sample: one noise multiplier, and the groups' rates of mean `sample_rate`, for these budgets.
+
+    Each group uses up its budget.
 
     Args:
         target_epsilons: (P,) budgets, one number, or {budget: share}.

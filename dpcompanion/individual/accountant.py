@@ -238,14 +238,14 @@ class IndividualAccountant(NormHistory):
             self._counts.view(-1).index_add_(0, rows * len(self._levels) + level, added)
 
     def _widen(self):
-        """Counts of 32 bits where 16 could wrap around, or to know it would wait for the device."""
+        """Counts of 32 bits if 16 could wrap around, or if finding out would wait for a device."""
         if self._counts.dtype == torch.int16 and (
             self.device.type != "cpu" or self.steps > _NARROW
         ):
             self._counts = self._counts.to(torch.int32)
 
     def epsilon(self, delta: float, *, unequal_steps: bool = False) -> torch.Tensor:
-        """Epsilon of every example at `delta`, from what is recorded: an upper bound, (n,) float64.
+        """Each example's epsilon at `delta`, from all recorded norms: an upper bound, (n,) float64.
 
         None exceeds `accounting.compute_epsilon` at the clip norm, by the same accountant and for
         `steps` steps, whose grid may be the finer one.
@@ -333,7 +333,7 @@ class IndividualAccountant(NormHistory):
         )
 
     def estimate_from_sampled(self, delta: float, *, steps: int) -> torch.Tensor:
-        r"""An ESTIMATE of every example's epsilon from a log of sampled norms, (n,) float64.
+        r"""An ESTIMATE of every example's epsilon from logged norms of sampled ones, (n,) float64.
 
         Here `record` was called once a step with the norms of those who were sampled, as Opacus
         sees them: ``accountant.record(norms, examples=sampled)``. Whether an example is sampled at
@@ -455,7 +455,7 @@ class IndividualAccountant(NormHistory):
         return torch.tensor(found, dtype=torch.float64, device=self.device)[which]
 
     def merge(self, other: "IndividualAccountant") -> None:
-        """Add what another accountant of the same examples and parameters has recorded."""
+        """Add another accountant's records of the same examples and parameters, as if made here."""
         if not isinstance(other, IndividualAccountant) or other._parameters() != self._parameters():
             raise ValueError(
                 f"other must be an accountant with the parameters {self._parameters()}, got "

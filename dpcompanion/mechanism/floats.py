@@ -5,8 +5,9 @@ computer does instead. With per-example gradients :math:`h_i` as they are held, 
 that clip them to :math:`C_i`, a batch :math:`B`, and a grid :math:`g` that is a power of two, a
 step gives out
 
-.. math:: \mathrm{snap}_g\Big(\mathrm{fl}\sum_{i \in B} f_i h_i\Big) + \mathrm{round}_g(Z), \qquad Z
-    \sim \mathcal N(0, s^2 I)
+.. math::
+    \mathrm{snap}_g\Big(\mathrm{fl}\sum_{i \in B} f_i h_i\Big) + \mathrm{round}_g(Z),
+    \qquad Z \sim \mathcal N(0, s^2 I)
 
 which is :math:`\mathrm{round}_g` of the snapped sum plus :math:`Z`: the Gaussian mechanism, rounded
 afterwards, and rounding costs nothing (`dpcompanion.mechanism.secure`). One example moves the
@@ -47,7 +48,7 @@ of delta covers them. Coins are exact.
    sampled.
 3. *The cipher*: ChaCha20's stream cannot be distinguished from random bits.
 4. *The inverse of the normal distribution function* in SciPy is right to a relative 1e-14; tests
-  find 1e-15.
+   find 1e-15.
 5. *The processor* rounds as IEEE 754 says.
 
 An account for each example (`dpcompanion.individual`) is one for real numbers, and refuses a plan

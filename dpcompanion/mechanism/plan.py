@@ -317,7 +317,7 @@ class DPSGDPlan:
         parameters: int | None = None,
         unit: str = "example",
     ) -> "DPSGDPlan":
-        """The plan that uses up each example's own budget (Boenisch et al. 2023).
+        """The plan that spends each example's own budget (individualised DP, Boenisch et al. 2023).
 
         Many arguments, since a run can be described in epochs or steps, and batches or rates.
 
@@ -437,7 +437,7 @@ class DPSGDPlan:
         )
 
     def budgets(self, target_epsilons: Any) -> torch.Tensor:
-        """Each example's budget, (n,) float64, of a number, one for each or {budget: share}."""
+        """The budget of each example, (n,) float64, given as `idp.budgets_for` takes it."""
         from dpcompanion.idp import budgets_for
 
         return budgets_for(target_epsilons, self.n)
@@ -475,7 +475,10 @@ class DPSGDPlan:
 
     @property
     def noise_std(self) -> Any:
-        """Standard deviation of the sum's noise: `noise_multiplier` x mean clip norm."""
+        """Standard deviation of the noise on each of the sum's coordinates.
+
+        It is `noise_multiplier` x mean clip norm.
+        """
         norm = self.max_grad_norm
         return self.noise_multiplier * (
             norm.mean().item() if isinstance(norm, torch.Tensor) else norm

@@ -292,7 +292,7 @@ class SecureStream:
         return torch.from_numpy(result * grid).reshape(shape)
 
     def _multiples(self, words, scale):
-        """The whole numbers nearest to N(0, scale^2), as floats, of words whose bits suffice."""
+        """The whole numbers nearest to N(0, scale^2), as floats: one from each word, exactly."""
         tails = words >> np.uint64(1)
         # The middle of what the bits leave open of T, [tails, tails + 1) / 2^64.
         t = tails.astype(np.float64)

@@ -9,8 +9,8 @@ when one example is replaced and the seed stays (theorem 2, after Wu et al. 2017
 
 **Intrinsic noise.** Take the weights over seeds as a draw of :math:`N(\bar w_S, \sigma_i^2 I)`.
 Then SGD is a Gaussian mechanism with :math:`\mu = \Delta/\sigma_i` (algorithm 1), and to reach a
-target only the missing noise must be added: :math:`\sigma_\text{augment}^2 = \sigma_\text{target}^2
-- \sigma_i^2` (algorithm 2).
+target only the missing noise must be added (algorithm 2):
+:math:`\sigma_\text{augment}^2 = \sigma_\text{target}^2 - \sigma_i^2`.
 
 The bound on sensitivity is a theorem.  That the noise is Gaussian, the same in all
 directions and for all data sets, is an assumption: whatever follows from a sigma_i is an

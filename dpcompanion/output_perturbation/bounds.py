@@ -154,7 +154,7 @@ def sgd_sensitivity_estimate(
 
 
 def pairwise_sensitivity(weights: Array) -> torch.Tensor:
-    r"""Equation 18: :math:`\|A(S_i, r) - A(S_j, r)\|` for seeds r and pairs i < j, (seeds, pairs).
+    r"""Equation 18: :math:`\|A(S_i, r) - A(S_j, r)\|` for each seed r, pair i < j: (seeds, pairs).
 
     Pairs come in the order of `torch.combinations`. Under one seed the runs on S_i and S_j differ
     in two places, that of example i and that of example j, so that twice the bound of theorem 2
@@ -184,7 +184,9 @@ def empirical_sensitivity(weights: Array) -> float:
 
 
 def seed_sigma(weights: Array) -> torch.Tensor:
-    """The weights' standard deviation over seeds, pooled over parameters, (data sets,).
+    """The weights' standard deviation about their mean over seeds, (data sets,).
+
+    All parameters are pooled.
 
     As algorithm 1 has it: residuals about a mean of R runs, so that it is too small by sqrt((R - 1)
     / R), on the safe side. Raises ValueError for fewer than two seeds.
@@ -320,14 +322,18 @@ class NoiseCovariance(NamedTuple):
 
 
 def noise_covariance(weights: Array, *, shrinkage: float | None = None) -> NoiseCovariance:
-    r"""The weights' covariance over seeds, shrunk towards the identity; (parameters, parameters).
+    r"""The weights' covariance over seeds, shrunk towards a multiple of the identity.
 
     :math:`(1 - \rho) \hat S + \rho\, \frac{\operatorname{tr} \hat S}{d} I`, with the sample
     covariance of the residuals of each data set about its own mean, averaged over data sets.
-    Without a `shrinkage` rho in [0, 1], that of Ledoit and Wolf (2004), :math:`\rho = \min(1,
-    \overline{\|r r^\top - \hat S\|^2} / (R \|\hat S - \frac{\operatorname{tr} \hat S}{d} I\|^2))`
-    with R seeds, is taken: runs of one seed on neighbouring data sets are nearly equal, so data
-    sets do not count as more samples. Returns `NoiseCovariance`, (covariance, rho).
+    Without a `shrinkage` rho in [0, 1], that of Ledoit and Wolf (2004) is taken, with R seeds
+
+    .. math::
+        \rho = \min\Big(1, \overline{\|r r^\top - \hat S\|^2} \Big/
+            R\, \Big\|\hat S - \frac{\operatorname{tr} \hat S}{d} I\Big\|^2\Big),
+
+    since runs of one seed on neighbouring data sets are nearly equal, so data sets do not count as
+    more samples. Returns `NoiseCovariance`: the covariance, (parameters, parameters), and rho.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> draws = torch.randn(1, 5000, 2, generator=generator, dtype=torch.float64) * torch.tensor(

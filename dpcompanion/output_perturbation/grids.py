@@ -173,7 +173,7 @@ def train_grid(
 
 
 def initial_weights(features, seed, *, hidden=0):
-    """The weights that a run starts from, (parameters,) float64; `features` is their number d.
+    """The weights that a run of `train_grid` starts from, (parameters,) float64, for d `features`.
 
     >>> initial_weights(3, 0)[-1]  # the bias
     tensor(0., dtype=torch.float64)

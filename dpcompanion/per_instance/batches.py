@@ -54,7 +54,7 @@ def coupled_divergence(
     probabilities: Array | None = None,
     direction: str = "remove",
 ) -> float | torch.Tensor:
-    r"""One step of any update rule, by the distribution of :math:`\Delta(B) = \|U(B + x) - U(B)\|`.
+    r"""One step of any update rule, by :math:`\Delta(B) = \|U(B + x) - U(B)\|` over batches B.
 
     .. math:: D_\alpha \le \frac{1}{\alpha - 1} \ln E_B[A(\Delta(B))]
 
@@ -429,7 +429,7 @@ def log_mean(log_values, log_weights=None):
 
 
 def _gaussian_epsilon(ratios, delta):
-    """`gaussian_epsilon`, once a distinct pair: it is expensive, and the sum rule has one only."""
+    """`gaussian_epsilon`, once per distinct pair: it is expensive; the sum rule has one pair."""
     ratios, delta = torch.broadcast_tensors(ratios, delta)
     pairs, place = torch.unique(
         torch.stack([ratios, delta], dim=-1).reshape(-1, 2), dim=0, return_inverse=True

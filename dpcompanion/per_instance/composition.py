@@ -11,9 +11,9 @@ Training passes through states :math:`\theta_1 \dots \theta_n`, and step t has t
 
 where the expectation is over runs of the *first* argument of the divergence.
 
-Proof: with F the inner integral of the last step, :math:`\int X^\alpha Y^{1-\alpha} = \int
-X_{<n}^{\alpha - 1/p}\, Y_{<n}^{1-\alpha} \cdot X_{<n}^{1/p} F`. Hoelder's inequality with p/(p-1)
-and p bounds it by the same integral over one step less, of order
+Proof: with F the inner integral of the last step, the integral of :math:`X^\alpha Y^{1-\alpha}` is
+:math:`\int X_{<n}^{\alpha - 1/p}\, Y_{<n}^{1-\alpha} \cdot X_{<n}^{1/p} F`. Hoelder's inequality
+with p/(p-1) and p bounds it by the same integral over one step less, of order
 :math:`\frac{p}{p-1}(\alpha - \frac1p) = g(\alpha)`, to the power (p-1)/p, times
 :math:`E[F^p]^{1/p}`. Repeat.
 

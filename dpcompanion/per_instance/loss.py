@@ -11,8 +11,9 @@ Any run whose noise follows another distribution, a proposal, of known density i
 weighted. If G_l is the logarithm of the density of proposal l over that of the first training along
 a run, whatever proposal sampled the run, and l has the share :math:`c_l` of the runs, then
 
-.. math:: \delta(\varepsilon) = E[(1 - e^{\varepsilon - S})_+ \, w], \qquad w = 1 \Big/ \sum_l c_l
-    e^{G_l},
+.. math::
+    \delta(\varepsilon) = E[(1 - e^{\varepsilon - S})_+ \, w],
+    \qquad w = 1 \Big/ \sum_l c_l e^{G_l},
 
 holds without bias: for the view with equality, so for training as a bound. Tilting at order a has
 :math:`G = (a-1) S - \sum_t \ln A_a(\Delta_t)`, an ordinary run is one of order 1 with G = 0, and no

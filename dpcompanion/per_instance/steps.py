@@ -123,7 +123,9 @@ def log_mass(
     order: float,
     direction: str = "remove",
 ) -> float | torch.Tensor:
-    r""":math:`\ln A(\Delta)` ("remove") or :math:`\ln B(\Delta)` ("add"), by `step_divergence`.
+    r""":math:`\ln A(\Delta)` ("remove") or :math:`\ln B(\Delta)` ("add") of one step.
+
+    It is `order` - 1 times `step_divergence`.
 
     Args:
         sensitivity: (...) at least 0.

@@ -4,11 +4,17 @@ Show the adversary, at every step, the batch of the other points (its law is the
 without, so this only adds to the view) and the noisy sum. Given the state, let g be x's clipped
 gradient, :math:`\Delta = \|g\|`, z the noisy sum less the batch's, and
 :math:`r(z) = 1 - q + q e^{\langle z, g\rangle/s^2 - \Delta^2/2s^2}` the likelihood ratio of the
-step. With :math:`\varphi` the noise's density, :math:`e^{k\langle z,g\rangle/s^2 - k\Delta^2/2s^2}
-\varphi(z) = e^{(k^2-k)\Delta^2/2s^2}\, \varphi(z - kg)`, and so
+step. With :math:`\varphi` the noise's density,
 
-.. math:: r(z)^\alpha \varphi(z) = \sum_k \binom{\alpha}{k}(1-q)^{\alpha-k}q^k
-    e^{(k^2-k)\Delta^2/2s^2}\, \varphi(z - kg)
+.. math::
+    e^{k\langle z,g\rangle/s^2 - k\Delta^2/2s^2}\, \varphi(z)
+    = e^{(k^2-k)\Delta^2/2s^2}\, \varphi(z - kg),
+
+and so
+
+.. math::
+    r(z)^\alpha \varphi(z)
+    = \sum_k \binom{\alpha}{k}(1-q)^{\alpha-k}q^k e^{(k^2-k)\Delta^2/2s^2}\, \varphi(z - kg)
 
 is :math:`A(\Delta)` times a mixture of Gaussians. In **tilted training** x enters each step k
 times, k being sampled with probability proportional to the k-th weight. Multiplying over the steps,
@@ -170,7 +176,7 @@ def tilted_noise(
 
 
 def _tilted_component(ratio, sample_rate, power, generator):
-    """Draws of t with density proportional to r(t)^-power phi(t), one a sensitivity over noise."""
+    """Draws of t of density proportional to r(t)^-power phi(t), one per sensitivity over noise."""
     ratio, q = as_tensors(sensitivity=ratio, sample_rate=sample_rate)
     shape, ratio, q = ratio.shape, ratio.reshape(-1), q.reshape(-1)
     result = torch.randn(len(ratio), generator=generator, dtype=torch.float64, device=ratio.device)

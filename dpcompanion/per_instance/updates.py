@@ -1,4 +1,4 @@
-"""One step of any update rule, by comparing batches of both data sets (theorem 3.6)."""
+"""One step of any update rule, by comparing batches across both data sets (theorem 3.6)."""
 
 import math
 
@@ -23,10 +23,12 @@ def update_divergence(
     max_distance: float | None = None,
     confidence: float | None = None,
 ) -> float:
-    r"""Theorem 3.6: one step of any update rule, by comparing batches of both data sets.
+    r"""Theorem 3.6: one step of any update rule, by comparing batches across both data sets.
 
-    .. math:: D_\alpha(M(X') \| M(X)) \le \frac{1}{\alpha-1} E_{B \sim X} \ln E_{B_1 \dots B_\alpha
-        \sim X'} \exp\Big(\frac{1}{s^2} \sum_{i<j} \langle U(B_i) - U(B), U(B_j) - U(B)\rangle\Big)
+    .. math::
+        D_\alpha(M(X') \| M(X)) \le \frac{1}{\alpha-1} E_{B \sim X}
+        \ln E_{B_1 \dots B_\alpha \sim X'} \exp\Big(\frac{1}{s^2}
+        \sum_{i<j} \langle U(B_i) - U(B), U(B_j) - U(B)\rangle\Big)
 
     for "remove"; "add" swaps X and X'. This is the paper's :math:`-\Delta_{U,\alpha}/2s^2`, written
     so that it shows that all that matters are inner products: one pool of updates of each data set

@@ -1,5 +1,4 @@
-"""The table that every chapter uses: published, recorded and live numbers in columns, with
-deviations and verdicts.
+"""The table of every chapter: published, recorded and live numbers, with deviations and verdicts.
 
 >>> compare("idp-sgd/table-5", live={"mnist.sigma": 3.4247, "svhn.sigma": 2.7460})
                 published     live    verdict

@@ -395,9 +395,7 @@ def is_stand_in(record: records.Record, name: str | None = None) -> bool:
 
 
 def networks(record: records.Record) -> set[str]:
-    """The entries `model` of a record's configuration and of the tasks in it, but for those that
-    were not run.
-    """
+    """The entries `model` of a record's configuration and of its tasks, but for those not run."""
     return set(_networks(record.config, record.values.get("not_run", ())))
 
 

@@ -1,4 +1,4 @@
-"""Findings held against their criteria, and how a notebook shows them: a marked line a criterion.
+"""Findings held against their criteria, and how a notebook shows them: a marked line for each.
 
 What a table of numbers is to numbers, see `comparison`, this is to what a paper says in words.
 `MARKS` are those of all verdicts, on numbers and on findings, and `tally` counts both.

@@ -60,7 +60,7 @@ class Interval:
         return "holds" if self.high <= limit else "fails" if self.low > limit else "undecided"
 
     def __sub__(self, other: "Interval") -> "Interval":
-        """The difference of two statistics; it covers as often as both, however they depend."""
+        """The difference; it covers at least as often as both together, however they depend."""
         return Interval(
             self.estimate - other.estimate, self.low - other.high, self.high - other.low
         )
@@ -254,7 +254,7 @@ def quantile(values: Iterable[float], q: float, *, confidence: float = 0.95) -> 
 
 
 def rank_correlation(r: float, n: float, *, confidence: float = 0.95) -> Interval:
-    """Of Spearman's rank correlation over n groups, by Fisher's z (Bonett and Wright 2000).
+    """Of Spearman's rank correlation over n groups, by Fisher's z (variance: Bonett, Wright 2000).
 
     Perfect agreement of few groups is no proof of it: r is moved half a step of what n ranks can
     show away from 1.

@@ -69,7 +69,7 @@ def _place(book: pathlib.Path, path: pathlib.Path, anchor: str) -> Place:
 
 
 def sections(text: str) -> list[tuple[str, str, str]]:
-    """(heading, anchor, code) of each section of a page; that of the title's is empty."""
+    """(heading, anchor, code) of each section of a page; the title's anchor is empty."""
     found, fence, is_code = [["", "", ""]], None, False
     for line in text.splitlines():
         mark = re.match(r"(`{3,}|~{3,})(.*)", line)

@@ -1,5 +1,4 @@
-"""One look for every figure: a colour for a notion, the same in every chapter, and sizes that a
-phone can show.
+"""One look for every figure: one colour a notion in all chapters, and sizes that a phone can show.
 
 The colours are those of Okabe and Ito (2008), which remain distinct for colour-blind readers;
 `MARKERS` and `LINES` tell the same notions apart in print. The font is IBM Plex Sans, which comes
@@ -152,8 +151,7 @@ def use_style() -> None:
 def figure(
     rows: int = 1, columns: int = 1, *, height: float | None = None, **kwargs: Any
 ) -> tuple[Any, Any]:
-    """A figure and its axes in the style, as wide as every other; `height` in inches is for each
-    row of axes.
+    """A figure and its axes in the style, as wide as every other; `height` in inches is per row.
 
     Panels lie below each other on a phone's page, so more than two columns are refused.
     """
@@ -255,7 +253,7 @@ def _thinned(path: str) -> str:
 
 
 def _cut(fig: Any) -> str:
-    """Where a figure's two columns part, an attribute: between axes, unless under a legend."""
+    """Where a figure's two columns part, as an attribute: between axes with no legend across."""
     width, dpi = fig.get_figwidth(), fig.dpi
     if width <= STYLE["figure.figsize"][0]:
         return ""
@@ -269,7 +267,7 @@ def _cut(fig: Any) -> str:
 
 
 def _set_up_notebook() -> None:
-    """Figures are not cropped, as the inline backend does, and an SVG is kept beside each PNG."""
+    """Figures are not cropped, unlike the inline backend's; an SVG is kept beside each PNG."""
     from IPython import get_ipython
     from IPython.core.formatters import BaseFormatter
     from matplotlib.figure import Figure

@@ -84,7 +84,7 @@ class Record:
 
     @property
     def has_earlier_draws(self) -> bool:
-        """Whether its seeds, or those of what it kept, stood for other draws (`seeds.DRAWS`).
+        """Whether its seeds, or those of kept work, stood for other draws than `seeds.DRAWS`.
 
         The same command then draws other batches, noise and first weights: its numbers agree within
         their spread, not digit for digit. A run without data and seeds draws nothing.

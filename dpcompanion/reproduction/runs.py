@@ -1,5 +1,4 @@
-"""What an experiment sees of the run that it is part of: data that are noted for the record, pieces
-that are kept.
+"""What an experiment sees of its run: data that are noted for the record, pieces that are kept.
 
 Pieces of one run go on where it was interrupted (`Run.pieces`); those that several exhibits share
 are done once (`Run.keep`).

@@ -108,7 +108,7 @@ class Evidence:
 
     @property
     def shortened(self) -> tuple[str, ...]:
-        """Of data and networks that no record has for all of the training: what there is."""
+        """What shortened runs are of, if data or networks would be missing without them."""
         return states.shortened(self.exhibit, (*self.judged_by, *self.parts))
 
     @property
@@ -212,8 +212,7 @@ class ExhibitStatus:
 
     @property
     def to_do(self) -> tuple[str, str] | None:
-        """What is left to run, and how: ("cifar10", "dpcompanion run ... --device cuda"), or None
-        where nothing is.
+        """What is left to run, and how: ("cifar10", "dpcompanion run ... --device cuda"), or None.
 
         The second is a command, or says what has to be written first. The first says how long it
         takes, where that is known.

@@ -1,4 +1,4 @@
-"""Which state an exhibit is in: what its records hold beside the print, lack, and imply.
+"""An exhibit's state: what its records hold beside the print, what they lack, what follows.
 
 An exhibit is *reproduced* if every number that it prints was recomputed at the paper's scale and
 matches or comes close, and every claim that was put to the test holds; *in part* if some do, or if
@@ -67,7 +67,7 @@ def values_of(
 def numbers(
     exhibit: published.Exhibit, record: records.Record | None, parts: Sequence[records.Record]
 ) -> Comparison:
-    """All numbers that an exhibit prints beside those of its own record and its parts'."""
+    """All numbers that an exhibit prints beside those of its record and parts (`values_of`)."""
     printed = {
         key: value
         for key, value in exhibit.flat().items()
@@ -114,7 +114,7 @@ def missing(exhibit: published.Exhibit, found: Iterable[records.Record]) -> tupl
 
 
 def shortened(exhibit: published.Exhibit, found: Iterable[records.Record]) -> tuple[str, ...]:
-    """What shortened runs among these records are of, if without them something were missing."""
+    """What shortened runs among these are of, if data or networks would be missing without them."""
     found = list(found)
     whole = [record for record in found if not published.exhibit(record.name).shortened]
     words = dict.fromkeys(

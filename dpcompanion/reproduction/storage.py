@@ -207,9 +207,7 @@ def write_whole(
 
 @contextlib.contextmanager
 def _alone(folder: pathlib.Path) -> Iterator[bool]:
-    """Keep other writers out of a folder, in this and other processes and containers; False where
-    that cannot be.
-    """
+    """Keep other writers out of a folder, in all processes and containers; False if impossible."""
     if fcntl is None:
         yield False
         return

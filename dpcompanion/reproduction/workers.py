@@ -1,5 +1,4 @@
-"""Who does the pieces of a run: this process, other processes, a cluster, or several runs that
-share a folder.
+"""Who does a run's pieces: this process, others, a cluster, or several runs that share a folder.
 
     with processes(8): ...                    eight processes here; one that is lost costs its piece
     with joblib.parallel_config("dask"): ...  any back end of joblib: Dask, Ray, its own processes

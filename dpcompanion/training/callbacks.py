@@ -326,7 +326,10 @@ class Run:
     stopping: bool = False
 
     def stop(self) -> None:
-        """End the run after this step, for a callback; the module's text says what may decide."""
+        """For a callback: end the run after this step.
+
+        The module's text says what may decide it.
+        """
         self.stopping = True
 
     @property

@@ -126,9 +126,7 @@ def write_checkpoint(path, content):
 
 
 def read_checkpoint(path, keys):
-    """The content of a file that `write_checkpoint` wrote, a dict with these keys; ValueError for
-    any other file.
-    """
+    """What `write_checkpoint` wrote, a dict with these keys; ValueError for any other file."""
     name = os.fspath(path)
     with open(path, "rb") as file:
         written = file.read()

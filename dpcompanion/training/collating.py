@@ -1,5 +1,4 @@
-r"""Items of a data set as one batch: what a `collate_fn` makes of them, and how model and loss are
-called with it.
+r"""Items of a data set as a batch: what `collate_fn` makes, and how model and loss are called.
 
 A batch is a pair (inputs, targets), or a mapping such as Hugging Face's collators return. Both may
 be nested; all tensors have the examples along their first axis.

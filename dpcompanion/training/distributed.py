@@ -178,7 +178,7 @@ class _Several(Ranks):
         self._over = False
 
     def _agreed(self, flag=False, error=None):
-        """Whether the flag is up on some rank. If another has failed instead, this ends, too."""
+        """Whether the flag is up on some rank; if one has failed instead, this one ends, too."""
         mine = torch.tensor([error is not None, bool(flag)], dtype=torch.int64)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         self._call(dist.all_gather, found, mine, group=self._host)

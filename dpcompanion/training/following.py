@@ -1,5 +1,4 @@
-"""Checks that trackers, filters and accounts fit the run that they follow; a ValueError names what
-does not fit.
+"""Checks that trackers, filters and accounts fit the run that they follow; else a ValueError.
 
 >>> check_clipped([0, 2], [0.5, 1.0], torch.tensor([0.5, 0.5, 0.5]))
 Traceback (most recent call last):

@@ -571,7 +571,7 @@ class TrainingLoop:
         history.dropped = count
 
     def begin_alike(self, callbacks, checkpoint):
-        """Refuse ranks given different things, and share what rank 0 has drawn but the noise."""
+        """Refuse ranks given different things; share what rank 0 has drawn, except the noise."""
         run = self.run
 
         def described():

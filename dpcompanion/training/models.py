@@ -48,8 +48,7 @@ class Seeded(Protocol[_Model]):
 
 
 def seeded(build: Callable[..., _Model]) -> Seeded[_Model]:
-    """Give `build` a keyword `seed` that decides its random numbers; the global generator is left
-    as it was.
+    """Give `build` a keyword `seed` for its random numbers; the global generator is left as it was.
 
     Its weights go through `jittered`, which moves them only where a test asks for it.
     """

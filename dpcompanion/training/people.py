@@ -4,8 +4,9 @@ clips whole persons.
 The gradient of person :math:`i` is that of one loss, the mean (or the sum) of the losses of at most
 k of their rows,
 
-.. math:: \ell_i(w) = \frac{1}{|R_i|} \sum_{r \in R_i} \ell(w; x_r, y_r), \qquad R_i \subseteq
-    \text{rows of } i, |R_i| \le k,
+.. math::
+    \ell_i(w) = \frac{1}{|R_i|} \sum_{r \in R_i} \ell(w; x_r, y_r),
+    \qquad R_i \subseteq \text{rows of } i, |R_i| \le k,
 
 and it is clipped once. A Poisson draw takes persons, not rows. So the sum of clipped gradients
 moves by at most C if all rows of one person are added or removed, however many they are, and
@@ -80,7 +81,9 @@ def by_person(
     persons: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> "OfPersons":
-    """Data for `train`, a `NormTracker` and `gradient_norms` whose examples are persons.
+    """Data for `train`, a `NormTracker` and `gradient_norms` with persons as examples.
+
+    See the module's text.
 
     Args:
         x, y: tensors, arrays or pandas columns of the rows, in any order. Floats stay in their
@@ -172,7 +175,7 @@ class Ownership:
 
 
 class OfPersons(Ownership, abc.ABC):
-    """What `by_person` gives: data whose examples are persons, with what `Ownership` has."""
+    """What `by_person` gives: data whose examples are persons, with `Ownership`'s attributes."""
 
     @abc.abstractmethod
     def rows(self, indices: torch.Tensor) -> tuple[Batch, Batch]:

@@ -313,7 +313,7 @@ class Ensemble:
     def gradients_of(
         self, x: torch.Tensor, y: torch.Tensor, *, runs_at_once: int | None = None
     ) -> torch.Tensor:
-        """Each run's gradient at each of the m points (x, y), not clipped, (R, m, parameters).
+        """Each run's loss gradient at each of m points (x, y), not clipped, (R, m, parameters).
 
         By default as many runs are worked on at once as keep 256 MiB.
         """

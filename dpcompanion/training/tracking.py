@@ -325,8 +325,9 @@ class NormTracker(OwnLoop):
 
     @property
     def trajectory(self) -> torch.Tensor:
-        """Every example's epsilon (rounded up, an estimate unless `exact`) after each epoch,
-        (epochs, n) float32.
+        """Every example's epsilon after each epoch, (epochs, n) float32.
+
+        Rounded up; an estimate unless `exact`.
         """
         return (
             torch.stack(self._trajectory)
@@ -438,7 +439,7 @@ class NormTracker(OwnLoop):
             self._limits[examples] = self._accountant.charged(norms)
 
     def check_run(self, plan: DPSGDPlan, model: torch.nn.Module, loss: Loss, data: Data) -> None:
-        """Raise unless this follows a run of `plan` that trains `model` by `loss` on `data`.
+        """ValueError unless this follows a run of `plan` that trains `model` by `loss` on `data`.
 
         Of a data set that is not the run's own 64 items are compared, their targets only where a
         transform draws at random, which an exact account refuses.

@@ -35,7 +35,7 @@ def _all(config: Any) -> dict[str, Any]:
 
 
 class Trace:
-    """What a run sees along its way, lists of tensors by name, and its seconds, with its state.
+    """What a run sees on its way, lists of tensors by name, and its seconds: kept with its state.
 
     >>> trace = Trace("norms")
     >>> trace["norms"].append(1.5)

@@ -1,5 +1,4 @@
-"""ResNet-20 on CIFAR-10 for 6 epochs instead of 200: what one such run gives of figures 2, 3, 4, 6,
-7 and 9.
+"""ResNet-20 on CIFAR-10 for 6 of 200 epochs: what such a run gives of figures 2, 3, 4, 6, 7 and 9.
 
 The paper's network, data, batch size and points; not the beginning of its run, but six epochs with
 the noise that makes them cost its epsilon, 10, and with a learning rate that falls at half time and

@@ -168,7 +168,7 @@ def table_6(config, run):
 
 @experiment("idp-sgd/figure-4", quick=Accounts(), paper=Accounts())
 def figure_4(config, run):
-    """Each group's epsilon every fourth epoch on MNIST (B): `sample`, `scale`, (groups, epochs)."""
+    """Groups' epsilons after each fourth epoch, MNIST (B): `sample`, `scale`, (groups, epochs)."""
     training, shares = config.training["mnist"], config.groups["B"]
     epochs = list(range(4, training.epochs + 1, 4))
     values: dict[str, Any] = {"epochs": epochs}

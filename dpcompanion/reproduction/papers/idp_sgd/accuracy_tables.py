@@ -179,7 +179,7 @@ def texts(task, run):
 
 
 def text_trial(task, found, kind, seed, config, run):
-    """Test accuracy after each epoch of a run. Runs of a seed share groups, weights and streams."""
+    """Test accuracy after each epoch; runs of a seed share groups, first weights and streams."""
     plan = plan_of(
         kind,
         assign(len(found.labels), config.groups, seed),

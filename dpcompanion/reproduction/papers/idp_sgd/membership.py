@@ -100,7 +100,7 @@ def trained(config, kind, numbers, run):
 
 
 def attacked(config, kind, run):
-    """LiRA on models of one kind: examples' groups, who is in whose data, scores, accuracies.
+    """LiRA on models of one kind: examples' groups, who is in each's data, scores, accuracies.
 
     Each set of `size` models is kept as soon as it is trained.
     """
@@ -133,7 +133,7 @@ def attacked(config, kind, run):
 
 
 def attack_values(config, groups, masks, scores, accuracies):
-    """What figure 2 and table 12 print: areas by group, t-tests between members, accuracies.
+    """What figure 2 and table 12 print: groups' areas, t-tests between their members, accuracies.
 
     `auc.eps_10` is of the first target, with the interval of its examples; `auc_each.eps_10` are
     the areas of all targets and `auc_mean.eps_10` their mean. Targets are trained apart from each

@@ -33,7 +33,7 @@ class Images:
 
 
 def image_trial(config, kind, seed, run):
-    """Test accuracy after each epoch of a run, which goes on from its last one if cut off."""
+    """Test accuracy after each epoch of a run, which goes on from its last whole one if cut off."""
     task, found = config.task, problem(config.task, run)
     plan = plan_of(
         kind,

@@ -321,8 +321,7 @@ class Accuracies(Trials):
 
 
 def tuned(task, kind):
-    """The task with the hyperparameters of table 6 for "A.sample" and its like; DP-SGD keeps those
-    of table 5.
+    """The task with table 6's hyperparameters for "A.sample" and its like; DP-SGD keeps table 5's.
 
     >>> tuned(SVHN, "A.scale").training, tuned(SVHN, "A.scale").learning_rate
     (Training(examples=73257, batch=1024, epochs=50, clip=2.0), 0.1)

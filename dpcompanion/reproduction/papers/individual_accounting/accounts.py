@@ -1,4 +1,4 @@
-"""Individual accounts, by example and group: figures 1, 2, 3 and 6, beside losses in 5."""
+"""Individual accounts, by example and group: figures 1, 2, 3, 6, and, beside losses, 5."""
 
 import dataclasses
 

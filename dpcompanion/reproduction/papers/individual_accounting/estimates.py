@@ -45,7 +45,7 @@ class Estimates(Study):
 
 
 def estimate_errors(found, refreshes):
-    """Accounts of the reference examples with norms so often, beside those with all norms."""
+    """Accounts of reference examples with norms refreshed so often, beside norms at every step."""
     exact, estimate = found.reference_epsilon(), found.reference_epsilon(refreshes)
     error = estimate - exact
     return (
@@ -64,7 +64,7 @@ def estimate_errors(found, refreshes):
 
 @experiment(f"{NAME}/figure-4", quick=Estimates(QUICK), paper=Estimates(at_length(PAPER)))
 def figure_4(config, run):
-    """Estimates with norms now and then, beside norms at every step, for examples drawn beforehand.
+    """Estimates with norms refreshed at times, beside norms at every step, for predrawn examples.
 
     Without rounding. Under-stated means by more than a part in a thousand. Arrays: exact epsilons,
     and estimates for each of `refreshes`.
@@ -217,7 +217,7 @@ class Variants(Study):
     paper=Variants({"mnist_cnn": MNIST_CNN, "cifar10": CIFAR10}),
 )
 def figures_13_14(config, run):
-    """Another loss and a smaller model: estimates and exact values, accuracy and epsilon by class.
+    """Another loss, a smaller model: estimates, exact values, accuracy and mean epsilon by class.
 
     The smaller model is linear; on CIFAR-10 it is the paper's two-layer CNN with its learning rate
     of 1.

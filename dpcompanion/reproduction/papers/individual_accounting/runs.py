@@ -113,7 +113,7 @@ class Trained:
         rounding: float | None = 0.01,
         upto: int | None = None,
     ) -> np.ndarray:
-        """Every example's epsilon after `upto` steps or all, from all passes or fewer."""
+        """Every example's epsilon after `upto` steps (or all), by all passes or `refreshes`."""
         steps = self.plan.steps if upto is None else upto
         chosen = self.passes if refreshes is None else schedule(self.plan, refreshes)
         rows = np.searchsorted(self.passes, chosen, side="right") - 1
@@ -129,7 +129,7 @@ class Trained:
     def reference_epsilon(
         self, refreshes: float = math.inf, *, rounding: float | None = None
     ) -> np.ndarray:
-        """Epsilon of the reference examples with norms measured so often, every step by default."""
+        """Epsilon of the reference examples with norms measured so often (default: each step)."""
         chosen = schedule(self.plan, refreshes)
         return account(
             self.plan,
@@ -141,7 +141,7 @@ class Trained:
 
 
 def schedule(plan, refreshes):
-    """Steps (from 0) before which norms are measured, `refreshes` an epoch, as by `NormTracker`."""
+    """Steps from 0 before which norms are measured, `refreshes` times an epoch (`NormTracker`)."""
     refreshes = min(refreshes, plan.steps_per_epoch)
     count = math.ceil(plan.steps * refreshes / plan.steps_per_epoch - 1e-9)
     steps = np.ceil(np.arange(count) * plan.steps_per_epoch / refreshes - 1e-9).astype(int)

@@ -307,7 +307,7 @@ def algorithm_1(config, run):
 
 @experiment("intrinsic-privacy/algorithm-2", quick=_QUICK_AUDIT, paper=_PAPER_AUDIT)
 def algorithm_2(config, run):
-    """Algorithm 2 put to the test: with the noise that it adds, and with enough.
+    """Algorithm 2 put to the test: with the noise that it adds, and with noise that suffices.
 
     For each target epsilon and kind of neighbour: the noise by theorem 2's sensitivity and by the
     empirical one, what the whole covariance says that this gives against the worst neighbour, and

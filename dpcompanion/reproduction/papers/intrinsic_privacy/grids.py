@@ -211,7 +211,7 @@ def claim(exhibit, criterion):
 
 
 def trained(name, task, run, initialization="varying", **options):
-    """The weights of a task's grid, (1 + data sets, seeds, parameters) float64. See `grid_runs`."""
+    """`grid_runs`' weights, (1 + data sets, seeds, parameters) float64, data set 0 first."""
     return grid_runs(name, task, run, initialization, **options)[0]
 
 

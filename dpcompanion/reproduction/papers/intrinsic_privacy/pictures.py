@@ -325,7 +325,7 @@ def claim_rows(found):
 
 
 def mu_rows(found, neighbor):
-    """mu of the worst neighbour of a kind: by pooled sigma, by covariance, and the attack's."""
+    """mu of a kind's worst neighbour: by pooled sigma, covariance, and the attack (lower bound)."""
 
     def cells(record, name, row):
         v = {

@@ -107,9 +107,7 @@ class Release(Study):
 
 @experiment(f"{NAME}/table-2", quick=Release(), paper=Release(MNIST))
 def table_2(config, run):
-    """Mean and quantiles of epsilon, released under one budget; mean and standard deviation over
-    draws.
-    """
+    """Mean and quantiles of epsilon, released under one budget; mean and sd over draws."""
     found, values = trained(config.setting, config.seed, run), {}
     epsilon = torch.as_tensor(found.epsilon)
     true = [float(epsilon.mean()), *np.quantile(epsilon, config.quantiles)]

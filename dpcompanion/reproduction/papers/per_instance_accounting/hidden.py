@@ -53,7 +53,7 @@ def true_divergence(probabilities, added, noise):
 
 @experiment(f"{NAME}/algorithm-1", quick=Hidden(), paper=Hidden())
 def algorithm_1(config, run):
-    """What outputs reveal of the example, and its charge, by whether it was in the first step."""
+    """What all outputs reveal of the example, and its charge, by whether the first step drew it."""
     values = {}
     for kind, running in (("running", True), ("passes", False)):
         probabilities, added, charged = histories(config, running=running)
