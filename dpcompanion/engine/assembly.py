@@ -17,6 +17,7 @@ from dpcompanion.engine.loading import Draws, IndexRecorder, RowChoice, private_
 from dpcompanion.engine.losses import LossWatch
 from dpcompanion.engine.optimizers import HooksOptimizer
 from dpcompanion.engine.proof import Proof
+from dpcompanion.engine.shards import ShardedHooks, Shards, is_sharded
 from dpcompanion.training import distributed
 
 
@@ -35,15 +36,18 @@ def _rearranged(rearrange, *, module, **options):
 
 def _prepared(engine, module, settings, grad_sample_mode, max_grad_norm):
     """The module with Opacus's hooks, mended."""
+    options = {
+        "batch_first": settings.batch_first,
+        "max_grad_norm": max_grad_norm,
+        "loss_reduction": settings.loss_reduction,
+    }
     try:
-        module = engine._prepare_model(
-            module,
-            batch_first=settings.batch_first,
-            max_grad_norm=max_grad_norm,
-            loss_reduction=settings.loss_reduction,
-            grad_sample_mode=grad_sample_mode,
-            wrap_model=settings.wrap_model,
-        )
+        if is_sharded(module):
+            module = ShardedHooks(module, **options)
+        else:
+            module = engine._prepare_model(
+                module, grad_sample_mode=grad_sample_mode, wrap_model=settings.wrap_model, **options
+            )
     except NotImplementedError as error:
         raise UnsupportedModuleError(
             f"module must be one that Opacus takes in the mode {grad_sample_mode!r}, but: "
@@ -86,6 +90,7 @@ def assemble(
     noted = IndexRecorder(data_loader.dataset, data_loader, choice)
     engine.dataset, original = data_loader.dataset, module
     module = _prepared(engine, module, settings, grad_sample_mode, max_grad_norm)
+    shards = Shards(original, distributed.current()) if is_sharded(original) else None
     optimizer = getattr(optimizer, "original_optimizer", optimizer)
     kind = GhostOptimizer if ghost else HooksOptimizer
     optimizer = kind(
@@ -96,6 +101,8 @@ def assemble(
         loss_reduction=loss_reduction,
         generator=noise,
     )
+    if shards is not None:
+        shards.watch(module, noted, draws)
     proof = (
         Proof(
             module,
@@ -105,6 +112,7 @@ def assemble(
             ghost=ghost,
             batch_size=lambda: 0 if optimizer.aside else len(noted.handed_out or []),
             own_loss=None if ghost or criterion is not None else settings.trust_loss,
+            shards=shards,
         )
         if settings.prove
         else None
@@ -130,9 +138,9 @@ def assemble(
     )
     engine.accountant.budgets, engine.accountant.origin = budgets, origin
     engine.accountant.trusts_loss = settings.trust_loss
-    optimizer.follow(
-        draws, noted, engine.accountant, proof, module, watch, StateLeakGuard(original)
-    )
+    guard = StateLeakGuard(original if shards is None else module, shards)
+    optimizer.follow(draws, noted, engine.accountant, proof, module, watch, guard)
+    optimizer.shards = shards
     optimizer.choice = choice
     optimizer.shares = None if shares is None else [shares[p] for p in optimizer.params]
     loader = private_loader(data_loader, noted, draws, settings.batch_first)

@@ -62,6 +62,8 @@ class Following(DPOptimizer):
     shares: list[float] | None = None
     #: Which rows of persons take part; None where each item is an example.
     choice: Any = None
+    #: What a sharded module takes beside (`dpcompanion.engine.shards`); None where it is whole.
+    shards: Any = None
     #: Whether the module is used for something else than the loop's passes.
     aside = False
 
@@ -206,6 +208,8 @@ class Following(DPOptimizer):
             self._own_step = False
 
     def _check_trained(self):
+        if self.shards is not None:
+            self.shards.rest()
         check_trained(self.hooks._module, self._trained)
 
     def clip_factors(self, norms, share=1.0):
@@ -341,10 +345,13 @@ class Following(DPOptimizer):
             _check_processed_flag(total)
         state = self._new_state()
         std = self.noise_multiplier * self.max_grad_norm
-        released, spoilt = noisy(sums, std, self.generator, self.ranks)
+        if self.shards is None:
+            found, spoilt = noisy(sums, std, self.generator, self.ranks.released)
+        else:
+            found, spoilt = self.shards.noisy(parameters, sums, std, self.generator)
         self._noise_states.add(state)
         self._spoilt = self._spoilt | spoilt
-        for p, gradient in zip(parameters, released):
+        for p, gradient in zip(parameters, found):
             p.grad = gradient.view_as(p).to(p.dtype)
             _mark_as_processed(p.summed_grad)
 

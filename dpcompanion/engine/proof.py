@@ -78,12 +78,25 @@ class Proof:
         own_loss: of a number that the module puts out for a whole batch (its own loss), None if the
             loop cannot use it; True if it may, whatever it is; False if its use is refused once it
             is known to mix examples.
+        shards: of a sharded module (`dpcompanion.engine.shards`), which is whole while it is
+            proved.
     """
 
     #: Those whom an error ends, too.
     ranks = distributed.Ranks()
 
-    def __init__(self, hooks, watched, *, batch_first, loss_reduction, ghost, batch_size, own_loss):
+    def __init__(
+        self,
+        hooks,
+        watched,
+        *,
+        batch_first,
+        loss_reduction,
+        ghost,
+        batch_size,
+        own_loss,
+        shards=None,
+    ):
         self._hooks, self._watched, self._inner = hooks, watched, hooks._module
         self._dim, self._mean, self._ghost, self._batch_size = (
             int(not batch_first),
@@ -94,7 +107,7 @@ class Proof:
         #: Whether the batch at hand waits for it; of how many examples the largest was that did not.
         self.open, self._proved, self.busy = True, 0, False
         self.rows = 0  # of how many examples a pass of the proof is
-        self._own_loss, self._trained = own_loss, trainable(self._inner)
+        self._own_loss, self._trained, self._shards = own_loss, trainable(self._inner), shards
         self._state = None  # in which it was proved
         #: What is known against the number that the module puts out; None where it is one of examples.
         self.own_loss_mixes, self._numbers = None, False
@@ -104,32 +117,46 @@ class Proof:
         return {"busy": True}  # a copy of the module is none of this training's
 
     def _before(self, module, args, kwargs):
+        # Opacus's hooks look away in evaluation mode
+        away = not module.training and hasattr(self._hooks, "hooks_enabled")
+        if self.busy or away or not torch.is_grad_enabled():
+            return
         with self.ranks.together():
-            self._look(module, args, kwargs)
+            if self._shards is None:
+                looked = self._is_due() and self._look(args, kwargs)
+            else:
+                self._shards.rest()
+                due = self._is_due()
+                with self._shards.whole_where(due):
+                    looked = due and self._look(args, kwargs)
+            if looked:
+                self._state = State(self._inner, 0 if self._state is None else self._state.changes)
 
-    def _look(self, module, args, kwargs):
-        if self.busy or not torch.is_grad_enabled() or not (n := self._batch_size()):
-            return
-        # Opacus's hooks look away
-        if not module.training and hasattr(self._hooks, "hooks_enabled"):
-            return
+    def _is_due(self):
+        """Whether the batch at hand waits for a proof."""
+        if not (n := self._batch_size()):
+            return False
         check_trained(self._inner, self._trained)
         if self._state is not None and self._state.has_changed(self._inner):
             self.open, self._proved = True, 0
         if n < 2 * self._proved:
-            return
+            return False
         parameters = [p for p in self._inner.parameters() if p.requires_grad]
-        if any(getattr(p, "_forward_counter", 0) for p in parameters) or not parameters:
-            return  # a pass is under way
+        # else a pass is under way
+        return bool(parameters) and not any(getattr(p, "_forward_counter", 0) for p in parameters)
+
+    def _look(self, args, kwargs):
+        """Prove it with this batch; whether there was something to look at."""
         self.open, self.busy = True, True
+        parameters = [p for p in self._inner.parameters() if p.requires_grad]
         try:
-            batch = Rows((args, kwargs), n, self._dim)
+            batch = Rows((args, kwargs), self._batch_size(), self._dim)
             if batch.found:
                 with self._aside():
                     self._prove(batch, parameters)
-                self._state = State(self._inner, 0 if self._state is None else self._state.changes)
         finally:
             self.busy = False
+        return bool(batch.found)
 
     def _prove(self, batch, parameters):
         try:
@@ -245,6 +272,8 @@ class Proof:
     def _clear(self):
         """Gradients, and what Opacus notes on the way to them."""
         clear_notes(self._inner)
+        if self._shards is not None:
+            self._hooks.take_norms()
         for p in self._inner.parameters():
             p.grad = None
             if hasattr(p, "grad_sample"):
@@ -403,7 +432,11 @@ class Proof:
 
     def _samples(self, p, n):
         """What Opacus found of a parameter: each example's gradient or, in ghost mode, its norm."""
-        found = getattr(p, "_norm_sample" if self._ghost else "grad_sample", None)
+        if self._shards is None:
+            found = getattr(p, "_norm_sample" if self._ghost else "grad_sample", None)
+        else:
+            own = (name for name, one in self._inner.named_parameters() if one is p)
+            found = self._hooks.norms.get(next(own))
         if found is None:
             return p.new_zeros(n) if self._ghost else torch.zeros_like(p).expand(n, *p.shape)
         if not torch.is_tensor(found) or len(found) != n:
