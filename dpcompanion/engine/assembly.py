@@ -17,7 +17,7 @@ from dpcompanion.engine.loading import Draws, IndexRecorder, RowChoice, private_
 from dpcompanion.engine.losses import LossWatch
 from dpcompanion.engine.optimizers import HooksOptimizer
 from dpcompanion.engine.proof import Proof
-from dpcompanion.engine.shards import ShardedHooks, Shards, is_sharded
+from dpcompanion.engine.shards import ShardedHooks, is_sharded, shards_of
 from dpcompanion.training import distributed
 
 
@@ -90,7 +90,7 @@ def assemble(
     noted = IndexRecorder(data_loader.dataset, data_loader, choice)
     engine.dataset, original = data_loader.dataset, module
     module = _prepared(engine, module, settings, grad_sample_mode, max_grad_norm)
-    shards = Shards(original, distributed.current()) if is_sharded(original) else None
+    shards = shards_of(module, noted, draws, distributed.current())
     optimizer = getattr(optimizer, "original_optimizer", optimizer)
     kind = GhostOptimizer if ghost else HooksOptimizer
     optimizer = kind(
@@ -101,8 +101,6 @@ def assemble(
         loss_reduction=loss_reduction,
         generator=noise,
     )
-    if shards is not None:
-        shards.watch(module, noted, draws)
     proof = (
         Proof(
             module,

@@ -23,7 +23,7 @@ from dpcompanion.engine.norms import GivenNorms, GradientNorms, PersonNorms
 from dpcompanion.engine.options import Options, Settings
 from dpcompanion.engine.randomness import digest, find_keys, keep_keys, note_origin, sources
 from dpcompanion.engine.ranks import check_resumed, on_all_ranks, share_draws
-from dpcompanion.engine.shards import is_sharded
+from dpcompanion.engine.shards import check_measured, is_sharded
 from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.idp.groups import budgets_for
 from dpcompanion.idp.parameters import (
@@ -197,9 +197,10 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         Raises:
             ValueError: bad input; budgets that cannot be met; and what would void the account: a
                 sampler of one's own, a collate_fn that changes the order, drop_last, an iterable
-                data set, a module that is spread over processes (``DistributedDataParallel``,
-                ``fully_shard``) or holds DTensors, an engine that has taken steps. A second call
-                before any step replaces the first, whose optimizer then takes no step.
+                data set, a module that is spread over processes (``DistributedDataParallel``;
+                ``fully_shard`` in other modes than ghost) or holds other DTensors, an engine that
+                has taken steps. A second call before any step replaces the first, whose optimizer
+                then takes no step.
             ValueError: Opacus's `UnsupportedModuleError`, which is one, for a module that mixes
                 examples, here for layers that do, at the first forward pass for any other; or whose
                 norms are not whole.
@@ -380,11 +381,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 f"either loss or norms must be given, by which gradients are measured, got {both}"
             )
         settings = Settings(**options)
-        if is_sharded(module):
-            raise ValueError(
-                "module must be whole on each rank where a filter measures norms, got one after "
-                "fully_shard: give it as it was before, or use make_private_with_budgets"
-            )
+        check_measured(module)
         if loss is not None and not settings.batch_first:
             raise ValueError("norms must be given where batch_first is False, got loss")
         units = self._check(module, optimizer, data_loader, grad_sample_mode, settings)
@@ -498,7 +495,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         several processes rank 0 writes, and the others only look whether all is well. Of a module
         after `fully_shard` the file has the steps, the budgets and how far the streams have come,
         and neither weights nor the optimizer's state: write these beside it, at the same step, by
-        `torch.distributed.checkpoint`.
+        `torch.distributed.checkpoint`, and read them before the module is made private again.
 
         Raises:
             ValueError: a `checkpoint_dict` of other things than numbers, text, tensors, and lists

@@ -110,6 +110,15 @@ def check_sharded(module: nn.Module, ranks: Any) -> None:
         _check_layer(name, layer)
 
 
+def check_measured(module: nn.Module) -> None:
+    """Refuse shards where a filter measures the norms of all examples."""
+    if is_sharded(module):
+        raise ValueError(
+            "module must be whole on each rank where a filter measures norms, got one after "
+            "fully_shard: give it as it was before, or use make_private_with_budgets"
+        )
+
+
 def _check_group(group, ranks):
     for wrong in _problems(group, ranks):
         raise ValueError(f"module must be sharded {wrong}; {_INSTEAD}")
@@ -176,6 +185,15 @@ def _rest(module):
     for part in module.modules():
         if plain_type(part) is not type(part):
             part.reshard()
+
+
+def shards_of(hooks: Any, noted: Any, draws: Any, ranks: Any) -> "Shards | None":
+    """The shards of a module that carries Opacus's hooks; None if it is whole."""
+    if not is_sharded(hooks._module):
+        return None
+    shards = Shards(hooks._module, ranks)
+    shards.watch(hooks, noted, draws)
+    return shards
 
 
 class Shards:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.utils.checkpoint import checkpoint
 
 from dpcompanion.engine import IndividualizedPrivacyEngine
 from dpcompanion.filters import RenyiFilter
@@ -45,6 +46,14 @@ class Twice(nn.Sequential):
         return self[2](self[1](self[3](self[3](self[0](x)))))
 
 
+class Again(nn.Sequential):
+    """Activations are computed again in the backward pass."""
+
+    def forward(self, x):
+        x = checkpoint(self[0], x, use_reentrant=False)
+        return self[2](self[1](x))
+
+
 class Apart(nn.Module):
     """A weight that is used outside of its layer as well."""
 
@@ -73,6 +82,7 @@ MODELS = {
     "mixing": lambda: Mixing(*dense()),
     "twice": lambda: Twice(*dense(), nn.Linear(6, 6)),
     "apart": Apart,
+    "again": lambda: Again(*dense()),
     "batch norm": lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)),
     "unknown": lambda: nn.Sequential(nn.Linear(4, 6), nn.PReLU(), nn.Linear(6, 3)),
 }
@@ -184,6 +194,8 @@ def run(
         "grad_sample_mode": mode,
         **options,
     }
+    if goes_on and how is not None:
+        read(path, model, shared["optimizer"])
     if penalty:
         shared["criterion"] = functools.partial(penalised, model[0])
     if filter is not None:
@@ -207,7 +219,7 @@ def run(
         }
     )
     if goes_on:
-        read(engine, path, model, optimizer)
+        engine.load_checkpoint(path=path, module=model, optimizer=optimizer)
     taken, sizes, drawn, gradients = engine.accountant.steps, [], [], []
     while engine.accountant.steps < engine.accountant.planned:
         with (
@@ -263,17 +275,12 @@ def write(engine, path, model, optimizer):
         torch.save((weights, state), f"{path}.weights")
 
 
-def read(engine, path, model, optimizer):
+def read(path, model, optimizer):
     weights, state = torch.load(f"{path}.weights", weights_only=True)
     options = states.StateDictOptions(full_state_dict=True)
     states.set_state_dict(
-        model,
-        optimizer.original_optimizer,
-        model_state_dict=weights,
-        optim_state_dict=state,
-        options=options,
+        model, optimizer, model_state_dict=weights, optim_state_dict=state, options=options
     )
-    engine.load_checkpoint(path=path, module=model, optimizer=optimizer)
 
 
 def step(do, model, private, optimizer, criterion, x, y):
@@ -312,6 +319,15 @@ def step(do, model, private, optimizer, criterion, x, y):
         model[0].register_forward_pre_hook(
             lambda layer, args: layer.weight.register_hook(lambda gradient: 1e3 * gradient) and None
         )
+    if do == "evaluate":
+        with torch.no_grad():
+            private(data()[0].to(x.dtype))
+            private.eval()(data()[0].to(x.dtype))
+        private.train()
+    if do == "shard":
+        fully_shard(model)
+    if do == "shard what carries the hooks":
+        fully_shard(private)
     if do == "more rows":
         x, y = x.repeat(3, 1), y.repeat(3)
     if do == "fewer rows":

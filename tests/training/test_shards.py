@@ -64,6 +64,8 @@ def test_shards_on_two_ranks_end_where_one_process_does(two):
     [
         {"method": "sample"},
         {"name": "words"},
+        {"name": "words", "how": "root"},
+        {"name": "again"},
         {"dtype": torch.float32, "name": "words"},
         {"kind": "adam"},
         {"batch": 1, "epochs": 1},  # draws of nobody, and of fewer than there are ranks
@@ -88,6 +90,12 @@ def test_every_kind_of_run_on_shards_ends_where_that_of_one_process_does(options
 @pytest.mark.parametrize("do", ["divide", "average", "no reduction"])
 def test_settings_of_reductions_have_no_effect_on_a_step(do, on, two):
     check_as_alone(two("run", **SHARDED, do=do, on=on), shards.run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("do", ["evaluate", "two passes"])
+def test_passes_between_steps_have_no_effect(do, two):
+    check_as_alone(two("run", **SHARDED, do=do), shards.run())
 
 
 @pytest.mark.slow
@@ -130,6 +138,7 @@ def test_settings_of_reductions_have_no_effect_on_a_step(do, on, two):
         ({"do": "fewer rows", "on": 1}, "what the loader handed out last"),
         ({"do": "nothing in it", "on": 1}, "must be finite"),
         ({"do": "fail", "on": 1}, "not callable"),
+        ({"how": None, "do": "shard"}, "must keep the trainable parameters"),
     ],
     ids=str,
 )
