@@ -83,14 +83,12 @@ def machine():
     )
     return (
         f"{processor}, {os.cpu_count()} cores{load}; Python {platform.python_version()}, torch "
-        f"{torch.__version__}; "
-        f"commit {commit}, {datetime.date.today():%-d %B %Y}"
+        f"{torch.__version__}; commit {commit}, {datetime.date.today():%-d %B %Y}"
     )
 
 
 def tables(section):
-    r"""The tables of a section of the README, with the line below that names the machine, by make
-    of processor.
+    r"""A section's tables in the README and the line that names the machine, by make of processor.
 
     >>> tables("## one\n\nWhat is timed.\n\n| ms |\n|---|\n| 1 |\n\nAcme 3, 2 cores; Python 3.\n")
     {'Acme 3': '| ms |\n|---|\n| 1 |\n\nAcme 3, 2 cores; Python 3.'}

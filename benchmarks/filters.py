@@ -134,9 +134,7 @@ def steps():
 
 
 def admission():
-    """{way: CPU seconds of `clip_norms`, a step}: a block's worth of calls, its beginning
-    included.
-    """
+    """{way: CPU seconds of `clip_norms`, a step}: a block's worth of calls, beginning included."""
     run = dict(sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=NORM)
     norms = torch.rand(N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     exact = ExactFilter(
@@ -184,7 +182,8 @@ def run():
                 "what": f"calibration, {name}, 4 levels",
                 "cpu s": time.process_time() - start,
                 "peak MiB": peak_memory("benchmarks.filters", "calibration", name, "4"),
-                "result": f"budget {budget} of {game(name, 4)['budget']} at epsilon {game(name, 4)['epsilon']}",
+                "result": f"budget {budget} of {game(name, 4)['budget']} "
+                f"at epsilon {game(name, 4)['epsilon']}",
             }
         )
     found, added = steps(), admission()

@@ -1,5 +1,4 @@
-"""What it costs that the engine checks the loop's loss: processor time of a step, on random data,
-one thread.
+"""What the engine's checks of the loop's loss cost: processor time of a step, on random data.
 
 An epoch of eight steps with the loader, by Opacus's hooks: the engine compares what comes back to
 the model's outputs with standard losses (*compared*), with the losses of the criterion that it was

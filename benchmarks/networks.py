@@ -32,9 +32,7 @@ from dpcompanion.training import clipped_sum, cross_entropy, gradient_norms, mod
 
 
 class Transformer(nn.Module):
-    """Two blocks of width 128 with four heads, on 64 of 1,000 tokens; 526,090 parameters. Or other
-    sizes.
-    """
+    """Two blocks of width 128, four heads, 64 of 1,000 tokens: 526,090 parameters by default."""
 
     def __init__(self, tokens=1000, width=128, heads=4, blocks=2):
         super().__init__()
@@ -196,9 +194,7 @@ def maker(name, task, way):
 
 
 def ways(name, task):
-    """{way: a function that makes what is timed}, of those that take the network on this
-    machine.
-    """
+    """{way: a function to make what is timed}, of those that take the network on this machine."""
     found = {}
     for way in (
         "plain",

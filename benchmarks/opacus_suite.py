@@ -46,7 +46,8 @@ NOT_OFFERED = "not offered"
 DIFFERENT = {
     "*.test_deterministic_run": "runs that PyTorch's seed repeats",
     "*.PrivacyEngineSecureModeTest.test_global_seed": "runs that PyTorch's seed repeats",
-    "*.PrivacyEngineText*.test_make_private_with_epsilon": "examples on another axis than batch_first says",
+    "*.PrivacyEngineText*.test_make_private_with_epsilon": "examples on another axis than "
+    "batch_first says",
 }
 
 

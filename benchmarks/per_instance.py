@@ -109,9 +109,7 @@ def theorem_3_6():
 
 
 def _plain(sensitivities, rate, noise, order, p, steps):
-    """Theorem 3.3's contributions of the first steps, by the sum of theorem 3.2 at the next whole
-    order.
-    """
+    """Theorem 3.3's contributions of the first steps, by theorem 3.2 at the next whole order."""
     total = 0.0
     for t, sizes in enumerate(sensitivities, start=1):
         i = steps - t

@@ -59,9 +59,7 @@ def passes(build, shape, n):
 
 
 def steps(build, shape, count=3):
-    """Seconds of a step, and of what a tracker adds to one: with norms that hold, and with running
-    estimates.
-    """
+    """Seconds of a step, and what a tracker adds: with norms that hold, and running estimates."""
     x, y = torch.randn(1, *shape).expand(N, *shape), torch.randint(10, (N,))
     plan = plan_of(N, 512 / N, count)
     model = build()

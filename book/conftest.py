@@ -53,9 +53,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 class ByPaper(LoadScopeScheduling):
-    """The cells of all pages of a paper go to one worker, in the order in which they were
-    collected.
-    """
+    """The cells of all pages of a paper go to one worker, in the order of collection."""
 
     def _split_scope(self, nodeid):
         return str(notebooks.paper_of(self.config.rootpath / nodeid.partition("::")[0]))

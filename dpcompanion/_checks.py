@@ -1,8 +1,7 @@
 """Checks of arguments, made before any work is done.
 
-Each check returns the value that it was given, so that it can wrap an
-assignment, and otherwise raises a ValueError that names the argument, the
-offending value and what is allowed.
+Each check returns the value that it was given, so that it can wrap an assignment, and otherwise
+raises a ValueError that names the argument, the offending value and what is allowed.
 
 >>> in_interval("sample_rate", 0.5, 0, 1, closed="right")
 0.5
@@ -51,8 +50,7 @@ def flat_doubles(name: str, value: Any) -> np.ndarray:
 
 
 def unlabelled(value: Any) -> Any:
-    """A pandas Series or DataFrame as the array of its values, in their order; anything else as it
-    is.
+    """A pandas Series or DataFrame as the array of its values, in their order; all else as it is.
 
     Labels are not positions: `torch.as_tensor` would look values up by the labels 0, 1, ..., and so
     reorder them.
@@ -84,8 +82,7 @@ def in_interval(
 
     `closed` says which ends are allowed: "both", "left", "right" or "neither".
     """
-    # Most values are plain numbers inside the interval, which need no array. All others are
-    # examined below.
+    # Most values are plain numbers inside the interval, and need no array. Others come below.
     if type(value) is float and low < value < high:
         return value
     entries = flat_doubles(name, value)
@@ -116,9 +113,7 @@ def number(
 
 
 def whole_number(name: str, value: Any, low: float = 0, high: float = math.inf) -> int:
-    """`value` is one whole number (an int, or a float or array scalar without a fraction); returned
-    as int.
-    """
+    """`value` as int: one whole number (an int, or a float or array scalar without a fraction)."""
     if type(value) is int and low <= value <= high and abs(value) < 2**53:
         return value
     entries = flat_doubles(name, value)
@@ -134,9 +129,7 @@ def whole_number(name: str, value: Any, low: float = 0, high: float = math.inf) 
 
 
 def seed(name: str, value: Any) -> int:
-    """`value` is a seed: a whole number in [0, 2^1024), of which no bit is lost; returned as
-    int.
-    """
+    """`value` is a seed: a whole number in [0, 2^1024), of which no bit is lost, as int."""
     try:
         found = operator.index(value)
     except TypeError:

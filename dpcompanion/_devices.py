@@ -1,11 +1,8 @@
-"""Tensors on accelerators: whether reading a value waits for the device, and how tensors are moved
-and cast.
-"""
+"""Tensors on accelerators: whether reading a value waits, and how they are moved and cast."""
 
 import torch
 
-# Where copies need not be waited for; the meta device, where nothing is copied, stands for a GPU in
-# tests.
+# Where copies need not be waited for; the meta device, which copies nothing, is the GPU of tests.
 _ASYNCHRONOUS = ("cuda", "meta")
 
 
@@ -21,9 +18,7 @@ def autocasts(device):
 
 
 def shortens_products(device):
-    """Whether matrices of float32 are multiplied in a shorter type on a device, by a setting of
-    PyTorch.
-    """
+    """Whether PyTorch is set to multiply matrices of float32 in a shorter type on a device."""
     backend = torch.backends.mkldnn if torch.device(device).type == "cpu" else torch.backends.cuda
     setting = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
     if setting is None:  # before PyTorch 2.9

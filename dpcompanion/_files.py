@@ -29,8 +29,7 @@ def replace(path, content, *, mode=0o666):
     """
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # As mkstemp does, but with the permissions that files usually have; "x" refuses a file that
-    # exists.
+    # As mkstemp does, but with the permissions of usual files; "x" refuses a file that exists.
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
         with open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:

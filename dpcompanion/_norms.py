@@ -1,6 +1,4 @@
-"""By how much a norm that was computed may lie below the true one: the one margin by which norms
-are raised.
-"""
+"""By how much a computed norm may lie below the true one: the margin by which norms are raised."""
 
 import math
 
@@ -18,8 +16,7 @@ def margin(dtype):
 
 
 def raised(norms, largest, device=None):
-    """Norms as float64, each raised by its margin, at most `largest`, which those have that are not
-    finite.
+    """Norms as float64, each raised by its margin, at most `largest`, and that where not finite.
 
     >>> raised(torch.tensor([0.5, math.inf, math.nan], dtype=torch.float64), 1.0) - 0.5
     tensor([8.8818e-16, 5.0000e-01, 5.0000e-01], dtype=torch.float64)

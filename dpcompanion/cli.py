@@ -70,8 +70,7 @@ _OPTIONS = {
     "target_delta": ("--delta", "--target-delta", "DELTA", "the delta that may be spent"),
 }
 
-# Each command: the function in `accounting`, what it takes, and the side to which its answer is
-# rounded.
+# Each command: the function in `accounting`, what it takes, and the side its answer is rounded to.
 _QUESTIONS = {
     "epsilon": (
         "compute_epsilon",
@@ -101,9 +100,7 @@ _QUESTIONS = {
 
 
 class _Once(argparse.Action):
-    """An option that is given at most once, under whichever of its names: of two values one would
-    be lost.
-    """
+    """An option that is given at most once, by whichever name: of two values one would be lost."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         given = vars(namespace).setdefault("given_options", set())
@@ -171,8 +168,8 @@ def _answer(arguments: argparse.Namespace) -> None:
     if arguments.examples is not None and delta * arguments.examples >= 1:
         print(
             f"dpcompanion {arguments.command}: warning: delta {exactly(delta)} is not below 1/n "
-            "for n = "
-            f"{exactly(arguments.examples)}: to publish an example at random would be as private",
+            f"for n = {exactly(arguments.examples)}: to publish an example at random would be as "
+            "private",
             file=sys.stderr,
         )
     if arguments.json:
@@ -191,8 +188,8 @@ def _answer(arguments: argparse.Namespace) -> None:
         )
         print(
             f"{arguments.command} {exactly(rounded(value, toward))} {budget}at delta "
-            f"{exactly(delta)} "
-            f"(add/remove one example, Poisson sampling, accountant {arguments.accountant})"
+            f"{exactly(delta)} (add/remove one example, Poisson sampling, accountant "
+            f"{arguments.accountant})"
         )
 
 
@@ -315,8 +312,8 @@ def _parser() -> argparse.ArgumentParser:
     ledger = commands.add_parser(
         "ledger",
         help="what several runs and releases on the same people's data cost together",
-        description="Compose ledgers and runs, each in a JSON file: what `dpcompanion epsilon --json` prints, or what "
-        "dpcompanion.accounting.Ledger.to_json writes.",
+        description="Compose ledgers and runs, each in a JSON file: what `dpcompanion epsilon "
+        "--json` prints, or what dpcompanion.accounting.Ledger.to_json writes.",
     )
     ledger.add_argument("files", nargs="+", metavar="FILE", help="JSON of a ledger or of a run")
     ledger.add_argument(
@@ -326,7 +323,8 @@ def _parser() -> argparse.ArgumentParser:
         "--relation",
         choices=("add-remove", "replace"),
         default="add-remove",
-        help="how neighbours differ: in one example that takes part or not (default), or by one that replaces another",
+        help="how neighbours differ: in one example that takes part or not (default), or by one "
+        "that replaces another",
     )
     ledger.set_defaults(do=_ledger)
     _add_experiments(commands)

@@ -1,5 +1,4 @@
-"""Logistic regression by DP-SGD as an estimator of scikit-learn, with a budget for each person
-(extra `data`).
+"""Logistic regression by DP-SGD as a scikit-learn estimator, with a budget a person (extra `data`).
 
 `DPLogisticRegression` goes where a `LogisticRegression` goes: into pipelines, `clone`,
 `cross_val_score`. It trains by a `DPSGDPlan`, from weights of zero, on columns that a
@@ -50,17 +49,17 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
 
     Args:
         epsilon, delta: what scaler and training may cost together, for every example without a
-        budget of its own.
+            budget of its own.
         classes: all labels that y may hold, a public list.
         lower, upper: public bounds of all columns, or (d,) of each; without them columns are taken
-        as they are.
+            as they are.
         batch_size, epochs: the mean size of a batch, and how often an example is sampled on
-        average.
+            average.
         max_grad_norm, learning_rate: to which the gradient of an example is clipped, and the rate
-        of plain SGD.
+            of plain SGD.
         method: "sample" or "scale", how budgets are met (`DPSGDPlan.for_epsilons`).
         unit: what one of the n examples is, a word of the statements of scaler, training and
-        ledger.
+            ledger.
         random_state: None, for a model that is released, or a whole number, for research (`train`).
 
     Attributes:
@@ -106,7 +105,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
 
         Raises:
             ValueError: an argument outside its range, a label that is not in `classes`, or a
-            sample_weight.
+                sample_weight.
         """
         if sample_weight is not None:
             raise ValueError(
@@ -153,10 +152,8 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
             "epochs": self.epochs,
         }
         run |= {"max_grad_norm": self.max_grad_norm, "method": self.method, "unit": self.unit}
-        plan, model = (
-            DPSGDPlan.for_epsilons(budgets, n=n, **run),
-            torch.nn.Linear(x.shape[1], len(self.classes_)),
-        )
+        plan = DPSGDPlan.for_epsilons(budgets, n=n, **run)
+        model = torch.nn.Linear(x.shape[1], len(self.classes_))
         for parameter in model.parameters():
             torch.nn.init.zeros_(parameter)
         optimizer = torch.optim.SGD(model.parameters(), lr=self.learning_rate)

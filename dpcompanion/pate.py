@@ -65,9 +65,8 @@ def weighted_parameters(
     With mu_p the sensitivity over noise at which the Gaussian mechanism costs (eps_p, delta),
     weights are proportional to mu_p and the noise is sqrt(2 T) / \sum_p (share_p mu_p).
 
-    >>> weighted_parameters([1.0, 3.0], [1, 1], target_delta=1e-5, queries=100).epsilons(
-    ...     1e-5, queries=100
-    ... )
+    >>> found = weighted_parameters([1.0, 3.0], [1, 1], target_delta=1e-5, queries=100)
+    >>> found.epsilons(1e-5, queries=100)
     tensor([1.0000, 3.0000], dtype=torch.float64)
     """
     reach, shares = _reach(target_epsilons, counts, target_delta)
@@ -100,8 +99,7 @@ def histograms(votes: Array, weights: Array, *, classes: int) -> torch.Tensor:
 def noisy_labels(
     histogram: torch.Tensor, noise_std: float, generator: torch.Generator
 ) -> torch.Tensor:
-    """The label of each query, (queries,): the largest entry of the histogram (queries, classes)
-    with noise.
+    """Each query's label, (queries,): the largest noisy entry of the histogram (queries, classes).
 
     Raises ValueError for noise that is not above 0 and finite, and for a histogram that is not of
     finite numbers.

@@ -98,7 +98,7 @@ def private_mean(
 
     Args:
         values: (n,), each from 0 to `upper`; what lies outside is moved to the nearest end, and NaN
-        to 0.
+            to 0.
         upper: a public bound, from 1e-100 to 1e100, such as the worst-case epsilon of the run.
         epsilon, delta: of this release, see `split`.
         generator: None, for what is published: the noise comes from a cipher under a key of the
@@ -136,20 +136,21 @@ def private_quantiles(
     start: float | None = None,
     relation: str = "add-remove",
 ) -> torch.Tensor:
-    """Quantiles of `values`, together (epsilon, delta)-private: (len(quantiles),) float64, from 0
-    to `upper`.
+    """Quantiles of `values`, together (epsilon, delta)-private: float64, from 0 to `upper`.
 
     Neighbouring relation: one value added or removed, n public; or one replaced, see
     `replacement_factor`.
 
+    Many arguments, since quantiles, privacy and randomness are all chosen by keyword.
+
     Args:
         values: (n,), each from 0 to `upper`; what lies outside is moved to the nearest end, and NaN
-        to 0.
+            to 0.
         quantiles: shares in (0, 1).
         upper: a public bound, from 1e-100 to 1e100, such as the worst-case epsilon of the run.
         epsilon, delta: of this release, see `split`.
         generator: None, for what is published, or a torch.Generator, for research; see
-        `private_mean`.
+            `private_mean`.
         method: "cdf" or "andrew2021"; see the module's text.
         bins: of the public grid of "cdf".
         steps, learning_rate, start: of "andrew2021"; it starts at upper / 2 by default.
@@ -241,10 +242,8 @@ class PrivateScaler:
         )
         return (
             f"Means and variances of {len(self.mean)} columns of {self.n} {self.unit}s (a public "
-            "number) were released "
-            f"with Gaussian noise, ({self.epsilon:g}, {self.delta:g})-DP for neighbours that "
-            f"differ {neighbours} "
-            f"({self.relation})."
+            f"number) were released with Gaussian noise, ({self.epsilon:g}, {self.delta:g})-DP for "
+            f"neighbours that differ {neighbours} ({self.relation})."
             + (
                 " The noise was seeded, for research: anyone who knows the seed can subtract it."
                 if self.seeded
@@ -253,9 +252,7 @@ class PrivateScaler:
         )
 
     def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
-        """What `accounting.Ledger.add` counts: a Gaussian mechanism, exactly, for a public number
-        of rows.
-        """
+        """What `Ledger.add` counts: a Gaussian mechanism, exactly, for a public number of rows."""
         check_no_delta(delta)
         replaced = _SCALER["replace"] / _SCALER["add-remove"]
         longer = _SCALER[self.relation] / _SCALER["add-remove"]
@@ -287,20 +284,20 @@ def private_scaler(
 
     Args:
         x: (n, d) numbers; what lies outside of the bounds is moved to the nearest, and NaN to the
-        middle.
+            middle.
         lower, upper: public bounds of all columns, or (d,) of each, lower below upper, between
             -1e100 and 1e100. They must not be read off the data.
         epsilon, delta: of this release.
         generator: None, for what is published, or a torch.Generator, for research; see
-        `private_mean`.
+            `private_mean`.
         relation: "add-remove" or "replace": what (epsilon, delta) is for.
         unit: what one row is, in the singular, such as "patient" where each patient has one row: a
             word of the statement and of a ledger's, as in `DPSGDPlan`.
 
     Returns:
         A `PrivateScaler`, whose `transform` scales data, and which a `Ledger` takes beside the
-        training. A variance
-        that the noise may hide counts as the standard deviation of the noise in it.
+        training. A variance that the noise may hide counts as the standard deviation of the noise
+        in it.
 
     Raises:
         ValueError: an argument outside its range.
@@ -358,8 +355,7 @@ def _bounds(name, value, d):
 
 
 def split(epsilon: float, delta: float, parts: int) -> float:
-    """The epsilon of each of `parts` releases of this module that are together (epsilon,
-    delta)-private.
+    """The epsilon of each of `parts` releases that are together (epsilon, delta)-private.
 
     Each runs with the same `delta` and the same relation, which is that of the whole. Raises
     ValueError where a share of epsilon would be 0, since delta alone pays for as much.
@@ -389,7 +385,7 @@ def ledger_item(
     Args:
         epsilon, delta: those of the release.
         bins: of `private_quantiles` with method "cdf", None for `private_mean` and for
-        "andrew2021".
+            "andrew2021".
         relation: that of the release.
         unit: what one value is of, in the singular: a word of the ledger's statement.
 
@@ -412,8 +408,7 @@ def ledger_item(
 
 
 def replacement_factor(bins: int) -> float:
-    """How much longer than one value added is one replaced, for the curve of quantiles: from 1 to
-    sqrt(2).
+    """How much longer than one value added is one replaced, for quantiles: from 1 to sqrt(2).
 
     The replaced value leaves bin a and enters bin b, which moves :math:`L h` by the difference of
     two columns of L: :math:`\\max_{a,b} \\|L e_a - L e_b\\| / \\max_a \\|L e_a\\|`.
@@ -509,8 +504,7 @@ def _real(name, values):
 
 
 def _noisy(exact, std, generator, *, ratio, most, numbers=1):
-    """`exact` and N(0, std^2), where `std` is sensitivity / ratio for all `numbers` of the release
-    together.
+    """`exact` and N(0, std^2), where `std` is sensitivity / ratio for all `numbers` of the release.
 
     Without a generator sum and noise are added on a grid g, which moves two releases apart by
     sqrt(numbers) g more; what floats add to `exact` is less than that again. No number of `exact`
@@ -534,9 +528,7 @@ def _noisy(exact, std, generator, *, ratio, most, numbers=1):
 
 
 def _check_room(most, unit):
-    """float64 tells the multiples of `unit` apart up to `most` (and a little more, for
-    rounding).
-    """
+    """float64 tells multiples of `unit` apart up to `most` (and a little more, for rounding)."""
     if not most / unit <= MOST_CELLS / 2:
         raise ValueError(
             f"epsilon must be smaller: beside what so many values may add up to, {most:g}, noise "

@@ -22,8 +22,8 @@ import torch
 
 from dpcompanion import _checks
 
-#: Which draws belong to a seed. A change that lets seeded runs draw otherwise raises it, and records tell theirs: 1 was
-#: PyTorch's generator, which took 32 bits of a seed, 2 are the keys below.
+#: Which draws belong to a seed. A change that lets seeded runs draw otherwise raises it, and
+#: records tell theirs: 1 was PyTorch's generator, which took 32 bits of a seed, 2 are these keys.
 DRAWS = 2
 
 # What PyTorch keeps of a Mersenne Twister: seed, how many words are left (int32), whether it is
@@ -41,7 +41,7 @@ def derive_seed(seed: int, *names: str | int) -> int:
     Args:
         seed: a whole number in [0, 2^1024).
         names: texts without "/", or whole numbers; no text may read as a whole number ("1" beside
-        1).
+            1).
 
     Raises:
         ValueError: an argument outside its range.
@@ -57,15 +57,14 @@ def derive_seed(seed: int, *names: str | int) -> int:
 
 
 def derive_key(seed: int, *names: str | int) -> bytes:
-    """The key of 256 bits of the stream called `names`: the streams of one seed, and of two seeds,
-    are independent.
+    """The 256-bit key of the stream `names`: streams of one seed, and of two, are independent.
 
     It is the sha256 of a label, the names and all bits of the seed, each with its length before it.
 
     Args:
         seed: a whole number in [0, 2^1024).
         names: of the stream, texts or whole numbers; no text may read as a whole number ("1" beside
-        1).
+            1).
 
     Raises:
         ValueError: an argument outside its range.
@@ -124,8 +123,7 @@ def keyed_generator(key: bytes, device: str | torch.device = "cpu") -> torch.Gen
     if state.size != _STATE_BYTES:
         raise RuntimeError(
             f"PyTorch {torch.__version__} keeps its generator in {state.size} bytes, not "
-            f"{_STATE_BYTES}:"
-            " this version of dpcompanion cannot seed it"
+            f"{_STATE_BYTES}: this version of dpcompanion cannot seed it"
         )
     # one word left, seeded, next word 0: as after `manual_seed`
     state[8:24].view("<i4")[:] = 1, 1, 0, 0
@@ -137,9 +135,7 @@ def keyed_generator(key: bytes, device: str | torch.device = "cpu") -> torch.Gen
 
 
 def seed_torch(key: bytes, device: str | torch.device = "cpu") -> None:
-    """Give PyTorch's global generator, and that of a GPU, the state that `keyed_generator` makes of
-    a key.
-    """
+    """Give PyTorch's global generators the state that `keyed_generator` makes of a key."""
     torch.default_generator.set_state(keyed_generator(key).get_state())
     if torch.device(device).type == "cuda":
         with torch.cuda.device(device):

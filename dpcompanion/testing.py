@@ -54,9 +54,7 @@ class _Stateful(Protocol):
 
 @runtime_checkable
 class _OfExamples(_Stateful, Protocol):
-    """n examples of runs with one rate, noise over clip norm, and clip norm; numbers are kept on
-    `device`.
-    """
+    """n examples of runs of one rate, noise and clip norm; numbers are kept on `device`."""
 
     n: int
     sample_rate: float
@@ -65,16 +63,13 @@ class _OfExamples(_Stateful, Protocol):
     device: torch.device
 
     def epsilon(self, delta: float) -> torch.Tensor:
-        """Of each example, (n,) float64, an upper bound: of a filter what it promises, whatever was
-        spent.
-        """
+        """Of each example, (n,) float64, an upper bound: of a filter its promise, spent or not."""
         ...
 
 
 @runtime_checkable
 class Filter(_OfExamples, Protocol):
-    """What `train(filter=...)`, `NormTracker(budget=...)` and the engine's
-    `make_private_with_filter` take.
+    """What `train(filter=...)`, `NormTracker(budget=...)` and `make_private_with_filter` take.
 
     What an example may take part with depends on its own norms only, and the promise on none.
     """
@@ -91,9 +86,7 @@ class Filter(_OfExamples, Protocol):
 
 @runtime_checkable
 class Accountant(_OfExamples, Protocol):
-    """What `NormTracker(accountant, ...)` takes, such as
-    `dpcompanion.individual.IndividualAccountant`.
-    """
+    """What `NormTracker(accountant, ...)` takes, such as `individual.IndividualAccountant`."""
 
     def charged(self, norms: Array) -> torch.Tensor:
         """What `record` charges for these norms, (n,): at least themselves or the clip norm, at
@@ -112,18 +105,14 @@ class Accountant(_OfExamples, Protocol):
 
 @runtime_checkable
 class Tracker(_Stateful, Protocol):
-    """What `train(trackers=[...])` takes, such as `dpcompanion.training.NormTracker`; its state is
-    in checkpoints.
-    """
+    """What `train(trackers=[...])` takes, such as `NormTracker`; its state is in checkpoints."""
 
     def check_run(self, plan: DPSGDPlan, model: torch.nn.Module, loss: Loss, data: Any) -> None:
         """Called once before the run; ValueError for one that the tracker cannot follow."""
         ...
 
     def before_step(self) -> torch.Tensor | None:
-        """The norms to which the step must clip, (n,), or None for the plan's; the least of all
-        trackers counts.
-        """
+        """The norms to clip to, (n,), or None for the plan's; the least of all trackers counts."""
         ...
 
     def after_step(self, indices: Array, norms: Array, *, clipped: Array | None = None) -> None:
@@ -173,7 +162,8 @@ def check_filter(filter: Filter, *, delta: float = 1e-5, steps: int = 60, seed: 
     >>> check_filter(Generous())
     Traceback (most recent call last):
         ...
-    AssertionError: epsilon must be what no run exceeds, but at full norms 60 steps cost 5.57 where 0.1 was promised
+    AssertionError: epsilon must be what no run exceeds, but at full norms 60 steps cost 5.57 where
+    0.1 was promised
     """
     _check_offers(filter, Filter)
     promised = _epsilons(filter, delta)
@@ -199,8 +189,7 @@ def check_filter(filter: Filter, *, delta: float = 1e-5, steps: int = 60, seed: 
             _say(
                 cost <= float(promised[i]) * (1 + _SLACK) + 1e-9,
                 f"epsilon must be what no run exceeds, but at {name} {steps} steps cost {cost:.3g} "
-                "where "
-                f"{float(promised[i]):.3g} was promised",
+                f"where {float(promised[i]):.3g} was promised",
             )
     # Others' norms change nothing for the first person.
     lonely, beside = copy.deepcopy(filter), copy.deepcopy(filter)
@@ -221,8 +210,7 @@ def check_filter(filter: Filter, *, delta: float = 1e-5, steps: int = 60, seed: 
 def check_accountant(
     accountant: Accountant, *, delta: float = 1e-5, steps: int = 60, seed: int = 0
 ) -> None:
-    """Whether a new accountant keeps the protocol, and under-states no cost of constant and random
-    norms.
+    """Whether an accountant keeps the protocol, under-stating no cost of constant and random norms.
 
     Args:
         accountant: a new one, for two people at least; it is left as it is.

@@ -207,9 +207,9 @@ class Case:
         build: () -> a module that gives (n, classes).
         inputs: (n, generator) -> inputs of n examples.
         refused: whether every way of training must refuse it, as it mixes examples or keeps
-        something of them.
+            something of them.
         random: whether it draws at random in training mode, so that gradients there are known by
-        their bounds only.
+            their bounds only.
     """
 
     build: Callable[[], nn.Module]

@@ -251,6 +251,7 @@ def test_against_full_batches_the_attacker_is_neyman_and_pearsons(run_script):
             assert exact <= true <= 1.02 * exact
 
 
+@pytest.mark.slow
 def test_the_attacker_finds_nothing_beyond_delta_for_nothing_and_everything_for_everything(
     run_script,
 ):

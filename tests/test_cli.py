@@ -32,9 +32,9 @@ def said(capsys, *arguments):
 
 def test_epsilon_prints_the_reference_point_with_all_that_it_rests_on(capsys):
     out = said(capsys, "epsilon", *RUN, "--accountant", "rdp")
-    assert (
-        out
-        == "epsilon 1.00358 at delta 1e-05 (add/remove one example, Poisson sampling, accountant rdp)\n"
+    assert out == (
+        "epsilon 1.00358 at delta 1e-05 (add/remove one example, Poisson sampling, accountant "
+        "rdp)\n"
     )
 
 
@@ -308,6 +308,7 @@ def test_the_module_is_the_command_and_says_its_version():
     assert (done.returncode, done.stdout) == (0, f"dpcompanion {dpcompanion.__version__}\n")
 
 
+@pytest.mark.slow
 def test_a_reader_who_has_seen_enough_ends_the_command_quietly():
     command = [sys.executable, "-m", "dpcompanion", "epsilon", *RUN, "--accountant", "rdp"]
     with subprocess.Popen(

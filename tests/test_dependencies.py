@@ -131,7 +131,8 @@ sys.modules["opacus"] = None
 from dpcompanion import idp
 run = {"target_delta": 1e-5, "sample_rate": 1.0, "steps": 1}
 print(idp.scale_parameters([1.0], [1], max_grad_norm=2.0, **run).max_grad_norms.tolist())
-for statement in ("import dpcompanion.engine", "from dpcompanion.idp import IndividualizedPrivacyEngine"):
+engine = "from dpcompanion.idp import IndividualizedPrivacyEngine"
+for statement in ("import dpcompanion.engine", engine):
     try:
         exec(statement)
     except ImportError as error:

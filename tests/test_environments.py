@@ -8,6 +8,8 @@ import sys
 import environments
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def ran(monkeypatch, tmp_path):

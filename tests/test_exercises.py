@@ -34,7 +34,10 @@ PAGES = [
     "papers/gradients-look-alike-proofs",
 ]
 QUESTION = r":::\{admonition\} Exercise (\d+)(?:: [^\n]+)?\n:class: exercise\n\n(.+?)\n:::\n"
-ANSWER = r"\n(?::::\{dropdown\} Solution\n(.+?)\n:::\n|```\{code-cell\} ipython3\n:tags: \[hide-cell\]\n(.+?)\n```\n)"
+ANSWER = (
+    r"\n(?::::\{dropdown\} Solution\n(.+?)\n:::\n"
+    r"|```\{code-cell\} ipython3\n:tags: \[hide-cell\]\n(.+?)\n```\n)"
+)
 
 
 def solutions(page):

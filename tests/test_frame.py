@@ -330,7 +330,8 @@ def test_docstrings_write_formulas_in_one_way():
 
 def test_the_end_says_what_was_proved_and_is_red_if_anything_is(monkeypatch, capsys):
     steps = {
-        "good": "print('SKIPPED [2] a.py:3: no node'); print('SKIPPED [1] b.py:4: no node'); print('7 passed')",
+        "good": "print('SKIPPED [2] a.py:3: no node'); print('SKIPPED [1] b.py:4: no node'); "
+        "print('7 passed')",
         "bad": "print('8 failed'); raise SystemExit(1)",
         "unseen": "print('pages NOT checked: no browser')",
     }

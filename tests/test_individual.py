@@ -410,10 +410,8 @@ def test_many_distinct_norms_are_a_bound_between_the_exact_account_and_a_fine_gr
     assert (found <= recorded(norms, rounding=0.01, accountant="pld").epsilon(1e-5) * 1.001).all()
 
 
-@pytest.mark.parametrize(
-    "limit",
-    [dict(DISTINCT=50), pytest.param(dict(_COUNTS=50 * 30, _LEAST=1), marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [dict(DISTINCT=50), dict(_COUNTS=50 * 30, _LEAST=1)])
 def test_too_many_distinct_norms_are_rounded_up_to_a_grid_and_stay_a_bound(limit, monkeypatch):
     for name, value in limit.items():
         monkeypatch.setattr(f"dpcompanion.individual.levels.{name}", value)
@@ -631,9 +629,8 @@ def test_a_state_that_cannot_be_an_account_is_refused_and_changes_nothing(mode):
     assert torch.equal(whole.epsilon(1e-5), before)
 
 
-@pytest.mark.parametrize(
-    "delta", [1e-2, *(pytest.param(delta, marks=pytest.mark.slow) for delta in (1e-5, 1e-12))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-12])
 @pytest.mark.parametrize("rounding", [0.05, None])
 def test_the_least_epsilon_over_some_orders_is_that_over_all(rounding, delta):
     generator = torch.Generator().manual_seed(3)

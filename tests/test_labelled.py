@@ -60,7 +60,10 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("index", [[2, 0, 1], [7, 8, 9], list("abc")])
+@pytest.mark.parametrize(
+    "index",
+    [[2, 0, 1], *(pytest.param(one, marks=pytest.mark.slow) for one in ([7, 8, 9], list("abc")))],
+)
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_series_counts_as_its_values_whatever_its_labels(name, index):
     plain = TAKEN[name](torch.tensor(VALUES, dtype=torch.float64))

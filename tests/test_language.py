@@ -27,10 +27,11 @@ BOOK = Path(__file__).resolve().parent.parent / "book"
 PLAIN = re.compile(
     r"\b(everybody|everybody's|dear|told|whoever|accused|accuses|drawn)\b", re.IGNORECASE
 )
-#: A pronoun that opens a paragraph in place of its subject; "this page" and "these numbers" have one.
+#: A pronoun that opens a paragraph in place of a subject, which "this page" is.
 PRONOUN = re.compile(
     r"(It|They|She|He|Both|Ours|Theirs)\b"
-    r"|(This|That|These|Those) (is|are|was|were|has|have|had|says?|does|do|can|may|must|will|would|holds?)\b"
+    r"|(This|That|These|Those) "
+    r"(is|are|was|were|has|have|had|says?|does|do|can|may|must|will|would|holds?)\b"
 )
 ASIDE = re.compile(r"\w[^.!?\n]*? \([^()]{12,}\)[^.!?]*[.!?]")
 

@@ -43,7 +43,8 @@ class Length(NamedTuple):
 
 
 GENERAL = Length(words=2500, code=75, tables=1, figures=3)
-#: What is longer, and by how much today: to be lowered with the page, and taken out when it is within the limit.
+#: What is longer, and by how much today: to be lowered with the page, and taken out when it is
+#: within the limit.
 LONGER = {"accounting-in-pictures": {"figures": 5}, "exact-filters": {"figures": 4}}
 #: What says of itself that it is short.
 SHORTER = {"tour": {"words": 700, "code": 45, "tables": 0, "figures": 0}}

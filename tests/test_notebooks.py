@@ -31,7 +31,8 @@ FIGURE = (
     "plt.show()\n"
     f"display({{{{'{DIGEST}': 'sum {{0}}'}}}}, raw=True)"
 )
-DRAWN = f"""display({{{{'{DRAWING}': '<svg><path d="M0 0L{{0}} 9"/><text>ours</text></svg>'}}}}, raw=True)"""
+SVG = '<svg><path d="M0 0L{0} 9"/><text>ours</text></svg>'
+DRAWN = f"display({{{{'{DRAWING}': '{SVG}'}}}}, raw=True)"
 SHARED = "import os, pathlib\nlive = pathlib.Path(os.environ['DPCOMPANION_LIVE'])\n"
 SHARED += "print([path.name for path in live.iterdir()], os.environ['DPCOMPANION_PRESET'])\n"
 

@@ -25,19 +25,23 @@ pytestmark = pytest.mark.xdist_group("pages")
 PAGES = {
     "macro": "# A macro that nobody defined\n\n$\\undefinedmacro{x}$\n",
     "tex": "# TeX that nothing sets\n\nA rate of \\$q\\$, and `$HOME`.\n",
-    "outside": '# A picture from elsewhere\n\n<img src="http://example.org/picture.png" alt="A picture.">\n',
+    "outside": "# A picture from elsewhere\n\n"
+    '<img src="http://example.org/picture.png" alt="A picture.">\n',
     "dumb": '# A picture without words\n\n<img src="../_static/dot.png">\n',
     "mute": '# A drawing without words\n\n<svg role="img" viewBox="0 0 9 9"></svg>\n',
     "wide": '# Too wide\n\n<div style="width: 500px; background: grey">wide</div>\n',
-    "clipped": '# Cut off\n\n<div style="overflow: hidden"><div style="width: 500px">words</div></div>\n',
+    "clipped": "# Cut off\n\n"
+    '<div style="overflow: hidden"><div style="width: 500px">words</div></div>\n',
     "formula": f"# A long formula\n\nIn a line, ${' + '.join(f'a_{n}' for n in range(10, 40))}$.\n",
     "pipes": "# Pipes\n\n| a | b |\n|:--|--:|--:|\n| 1 | 2 |\n",
     "faint": '# Faint\n\n<p style="color: #999; background: #fff">words</p>\n',
-    "heavy": '# A heavy page\n\n<img src="../_static/noise.png" alt="Noise." style="width: 100px">\n',
+    "heavy": "# A heavy page\n\n"
+    '<img src="../_static/noise.png" alt="Noise." style="width: 100px">\n',
     "titles": "# A title\n\n<h1>words</h1>\n",
     "family": '# A font of the machine\n\n<p style="font-family: serif">words</p>\n',
     "letter": "# A character that no font of the book has\n\nA \N{CJK UNIFIED IDEOGRAPH-4E00}.\n",
-    "missing": '# A font that is not there\n\n<style>@font-face { font-family: X; src: url("x.woff2") }</style>'
+    "missing": "# A font that is not there\n\n"
+    '<style>@font-face { font-family: X; src: url("x.woff2") }</style>'
     '<p style="font-family: X, Book Text">words</p>\n',
     "dead": '# A dead link\n\n<a href="sound.html#nowhere">somewhere</a>\n',
 }
@@ -45,7 +49,8 @@ PAGES = {
 
 DRAWING = "application/vnd.dpcompanion.drawing"
 SVG = (
-    '<svg viewBox="0 0 400 100" data-cut="200"><path id="m" d="M0 0L400 100" style="stroke: #0072b2"/>'
+    '<svg viewBox="0 0 400 100" data-cut="200">'
+    '<path id="m" d="M0 0L400 100" style="stroke: #0072b2"/>'
     '<text x="9" y="90" style="font-size: 11px">epsilon</text><use href="#m"/></svg>'
 )
 

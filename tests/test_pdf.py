@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "book" / "_static"
 HEAD = """<!DOCTYPE html><html lang="en" data-theme="light"><head><meta charset="utf-8">
@@ -25,23 +27,27 @@ DOT = base64.b64encode(
     )
 ).decode()
 FIRST = rf"""<h1>One<a class="headerlink" href="#">#</a></h1>
-<p>The first page, with <span class="math">\(e^\varepsilon\)</span>. It leads to <a href="two.html#far">the far
-section</a>, <a href="https://example.org/">elsewhere</a> and <a href="_sources/one.txt">its source</a>.</p>
+<p>The first page, with <span class="math">\(e^\varepsilon\)</span>.
+It leads to <a href="two.html#far">the far section</a>, <a href="https://example.org/">elsewhere</a>
+and <a href="_sources/one.txt">its source</a>.</p>
 <img alt="A dot." src="data:image/png;base64,{DOT}">
 <details class="unfolds"><summary>Verdicts</summary><p>Everything holds.</p></details>
-<details class="admonition hide"><summary><p class="admonition-title">Code</p></summary><p>secret = 42</p></details>
+<details class="admonition hide"><summary><p class="admonition-title">Code</p></summary>
+<p>secret = 42</p></details>
 <section id="below"><h2>Below</h2><p>Words.</p></section>"""
 WIDE = (
     "<table><tr>"
     + "<td style='white-space: nowrap'>a cell of a wide table</td>" * 8
     + "</tr></table>"
 )
-SECOND = rf"""<h1>Two</h1><p><a href="#far">Further down</a> is a section.</p><div style="overflow-x: auto">{WIDE}</div>
-<div style="height: 2000px"></div><section id="far"><h2>Far away</h2><p>Words that are far away.</p></section>"""
-BROKEN = r"""<h1>Broken</h1><p>An <span class="math">\(\undefinedmacro{x}\)</span>, and $\sigma$ left as it is, but
-<code>$HOME</code> is a variable.</p><img alt="Nothing." src="nothing.png">"""
-EMPTY = """<h1>Empty</h1><p>Words.</p><div style="break-before: page; height: 1px"></div><p style="break-before: page">
-Words.</p>"""
+SECOND = rf"""<h1>Two</h1><p><a href="#far">Further down</a> is a section.</p>
+<div style="overflow-x: auto">{WIDE}</div><div style="height: 2000px"></div>
+<section id="far"><h2>Far away</h2><p>Words that are far away.</p></section>"""
+BROKEN = r"""<h1>Broken</h1><p>An <span class="math">\(\undefinedmacro{x}\)</span>,
+and $\sigma$ left as it is, but <code>$HOME</code> is a variable.</p>
+<img alt="Nothing." src="nothing.png">"""
+EMPTY = """<h1>Empty</h1><p>Words.</p><div style="break-before: page; height: 1px"></div>
+<p style="break-before: page">Words.</p>"""
 ABOUT = {"title": "A small book", "authors": "Nobody", "notes": ["For a test."]}
 
 

@@ -86,7 +86,7 @@ def test_the_program_trains_and_its_epsilon_is_the_one_of_the_paragraph(
 ):
     plan = {"n": 1000, "batch": 10, "steps": 20, "delta": 1e-4, "noise": 1.0, "unit": unit}
     program, paragraph = run_script(
-        "(plan => [planner.code(plan), planner.paragraph({...plan, epsilon: "
+        f"(plan => [planner.code(plan), planner.paragraph({{...plan, epsilon: "
         f"planner.outcome({{...plan, rate: 0.01}}).epsilon}})])({json.dumps(plan)})"
     )
     exec(program, {})  # the page shows it to be run

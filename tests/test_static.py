@@ -51,13 +51,16 @@ def test_the_meaning_of_a_term_shows_on_focus_and_goes_with_escape(chromium, bro
     script, style = (
         (STATIC / name).read_text(encoding="utf-8") for name in ("glossary.js", "custom.css")
     )
-    link = '<a href="#x" title="Smaller is more private."><span class="xref std std-term">epsilon</span></a>'
+    link = (
+        '<a href="#x" title="Smaller is more private.">'
+        '<span class="xref std std-term">epsilon</span></a>'
+    )
     with browser_check.browser(chromium, viewport={"width": 390, "height": 800}) as context:
         page = context.new_page()
         page.set_content(
             "<!DOCTYPE html><html lang=en "
-            f"data-theme=light><style>{style}</style><script>{script}</script><body>"
-            f"<article class=bd-content>{link}</article></body></html>"
+            f"data-theme=light><style>{style}</style><script>{script}</script><body><article "
+            f"class=bd-content>{link}</article></body></html>"
         )
         box = page.locator("#meaning")
         assert box.is_hidden()
@@ -92,7 +95,8 @@ def test_the_picture_of_the_first_page_is_of_the_plan_that_its_cell_trains():
     page = (STATIC.parent / "intro.md").read_text(encoding="utf-8")
     given = {name: float(value) for name, value in re.findall(r'data-(\w+)="([\d.]+)"', page)}
     (plan,) = re.findall(
-        r"for_epsilon\(([\d.]+), n=len\(y\), sample_rate=(\d+) / len\(y\), steps=(\d+), .*?delta=(\S+)\)",
+        r"for_epsilon\(([\d.]+), n=len\(y\), sample_rate=(\d+) / len\(y\), steps=(\d+), "
+        r".*?delta=(\S+)\)",
         page,
     )
     epsilon, batch, steps, delta = map(float, plan)

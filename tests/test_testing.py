@@ -36,7 +36,12 @@ def test_the_filters_keep_the_protocol():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"rounding": None}, {"accountant": "rdp"}], ids=["pld", "exact", "rdp"]
+    "options",
+    [
+        pytest.param({}, id="pld"),
+        pytest.param({"rounding": None}, id="exact", marks=pytest.mark.slow),
+        pytest.param({"accountant": "rdp"}, id="rdp", marks=pytest.mark.slow),
+    ],
 )
 def test_the_accountants_keep_the_protocol(options):
     accountant = IndividualAccountant(3, **RUN, **options)

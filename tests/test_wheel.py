@@ -21,12 +21,16 @@ CODE = """
 import contextlib, importlib, importlib.abc, io, json, os, sys
 
 installed, checkout, snippet = sys.argv[1:]
-sys.path[:] = [installed, *(path for path in sys.path if os.path.realpath(path) != os.path.realpath(checkout))]
+sys.path[:] = [path for path in sys.path if os.path.realpath(path) != os.path.realpath(checkout)]
+sys.path.insert(0, installed)
+EXTRAS = {
+    "opacus", "torchvision", "sklearn", "mlxtend", "mpmath", "joblib", "dp_accounting",
+    "matplotlib", "matplotlib_inline", "tqdm", "IPython",
+}
 
 class Missing(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"opacus", "torchvision", "sklearn", "mlxtend", "mpmath", "joblib",
-                                      "dp_accounting", "matplotlib", "matplotlib_inline", "tqdm", "IPython"}:
+        if name.partition(".")[0] in EXTRAS:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Missing())
@@ -42,6 +46,7 @@ def said(do, *arguments):
             status = str(error)
     return status, out.getvalue(), err.getvalue()
 
+statuses = scoreboard.exhibit_statuses()
 print(json.dumps({
     "place": place,
     "readme": said(exec, snippet),
@@ -49,7 +54,7 @@ print(json.dumps({
     "run": said(cli.main, ["run", "idp-sgd/table-5", "--preset", "quick"]),
     "without data": said(cli.main, ["run", "intrinsic-privacy/figure-1", "--preset", "quick"]),
     "without opacus": said(importlib.import_module, "dpcompanion.engine"),
-    "scoreboard": [[one.exhibit.name, one.state, one.verdicts, one.basis] for one in scoreboard.exhibit_statuses()],
+    "scoreboard": [[one.exhibit.name, one.state, one.verdicts, one.basis] for one in statuses],
 }))
 """
 

@@ -28,9 +28,7 @@ ARITHMETICS = {
 
 
 def environment(name):
-    """All variables under an arithmetic, or several that are joined by "+"; those of the others are
-    taken away.
-    """
+    """All variables under an arithmetic, or several joined by "+"; the others' are taken away."""
     if unknown := set(name.split("+")) - set(ARITHMETICS):
         raise ValueError(
             f"name must be of {', '.join(ARITHMETICS)}, got {', '.join(sorted(unknown))}"

@@ -1,10 +1,11 @@
 """Open every rendered page in a headless Chromium, and say what is wrong with it.
 
-    python tools/browser_check.py [PAGE ...]                    check _build/html, or these pages of it
-    python tools/browser_check.py --draw DIR [PAGE ...]         pictures of pages, for a person to look at
+    python tools/browser_check.py [PAGE ...]             check _build/html, or these pages of it
+    python tools/browser_check.py --draw DIR [PAGE ...]  pictures of pages, for a person to look at
     python tools/browser_check.py --draw DIR --of ".moving svg" book/intro.html
-                                                                of one element of a page: README's picture,
-                                                                book/_static/everybody.png, is this at 640 px
+                                                         of one element of a page; README's picture,
+                                                         book/_static/everybody.png, is this one at
+                                                         640 px
 
 Each page is opened from its file, in both colour schemes, at the widths of a phone, a tablet, a
 laptop and a desktop, and once more over http. It must ask no other machine for anything, raise no
@@ -37,7 +38,8 @@ HARMLESS = ("THEBE_JS_URL", "ERR_FAILED", "ERR_BLOCKED")
 
 SETTLE = """async () => {
     document.querySelectorAll("details").forEach(element => element.open = true);
-    document.querySelectorAll(".toggle-hidden").forEach(element => element.classList.remove("toggle-hidden"));
+    for (const element of document.querySelectorAll(".toggle-hidden"))
+        element.classList.remove("toggle-hidden");
     if (window.MathJax && MathJax.startup) await MathJax.startup.promise;
     await document.fonts.ready;
 }"""
@@ -51,13 +53,19 @@ THEME = """async () => {
 CONTENT = """() => {
     const article = document.querySelector("article") || document.body;
     const found = [];
-    for (const node of document.querySelectorAll("mjx-merror, [data-mml-node='merror'], [data-mjx-error]"))
-        found.push("a formula is broken: " + (node.getAttribute("data-mjx-error") || node.textContent).slice(0, 80));
+    const errors = "mjx-merror, [data-mml-node='merror'], [data-mjx-error]";
+    for (const node of document.querySelectorAll(errors)) {
+        const error = node.getAttribute("data-mjx-error") || node.textContent;
+        found.push("a formula is broken: " + error.slice(0, 80));
+    }
     for (const node of article.querySelectorAll(".math"))
-        if (!node.querySelector("mjx-container")) found.push("a formula was not set: " + node.textContent.slice(0, 80));
+        if (!node.querySelector("mjx-container"))
+            found.push("a formula was not set: " + node.textContent.slice(0, 80));
     const words = article.cloneNode(true);
-    for (const node of words.querySelectorAll("pre, code, script, style, svg, mjx-container, .math")) node.remove();
-    for (const node of words.querySelectorAll("p, li, td, th, dt, dd, figcaption, summary, h1, h2, h3, h4, h5, h6")) {
+    const others = "pre, code, script, style, svg, mjx-container, .math";
+    for (const node of words.querySelectorAll(others)) node.remove();
+    const texts = "p, li, td, th, dt, dd, figcaption, summary, h1, h2, h3, h4, h5, h6";
+    for (const node of words.querySelectorAll(texts)) {
         const raw = /\\$[^$]+\\$|\\$\\$|\\\\[([]|\\\\[a-zA-Z]{2,}/.exec(node.textContent);
         if (raw) found.push("TeX stands in the text: " + raw[0].slice(0, 80));
         if (/\\|:?[-\u2013\u2014]+:?\\|/.test(node.textContent))
@@ -69,9 +77,11 @@ CONTENT = """() => {
         if (!alt || name.endsWith(alt)) found.push("a picture has no alternative text: " + name);
         if (!(image.complete && image.naturalWidth)) found.push("a picture is missing: " + name);
     }
-    for (const picture of article.querySelectorAll("[role='img']:not(mjx-container *)"))
-        if (!(picture.getAttribute("aria-label") || picture.querySelector("title")?.textContent || "").trim())
+    for (const picture of article.querySelectorAll("[role='img']:not(mjx-container *)")) {
+        const title = picture.querySelector("title")?.textContent;
+        if (!(picture.getAttribute("aria-label") || title || "").trim())
             found.push("a drawing has no alternative text");
+    }
     if (article.querySelectorAll("h1").length > 1) found.push("has more than one title");
     return found;
 }"""
@@ -98,14 +108,18 @@ CONTRAST = """() => {
         return "rgb(255, 255, 255)";
     };
     const found = {};
-    for (const node of document.querySelectorAll("article *, .bd-sidebar-primary *, .bd-sidebar-secondary *")) {
-        const words = [...node.childNodes].map(child => child.nodeType === 3 ? child.data.trim() : "").join("");
-        if (!words || !node.getClientRects().length || node.closest("mjx-container, svg, .headerlink")) continue;
+    const shown = "article *, .bd-sidebar-primary *, .bd-sidebar-secondary *";
+    for (const node of document.querySelectorAll(shown)) {
+        const texts = [...node.childNodes].filter(child => child.nodeType === 3);
+        const words = texts.map(text => text.data.trim()).join("");
+        if (!words || !node.getClientRects().length) continue;
+        if (node.closest("mjx-container, svg, .headerlink")) continue;
         const style = getComputedStyle(node), size = parseFloat(style.fontSize);
         const shades = [light(style.color), light(behind(node))];
         const contrast = Math.max(...shades) / Math.min(...shades);
+        const what = `<${node.tagName.toLowerCase()}> with a contrast of ${contrast.toFixed(1)}`;
         if (contrast < (size >= 24 || size >= 18.66 && style.fontWeight >= 700 ? 3 : 4.5))
-            found[`<${node.tagName.toLowerCase()}> with a contrast of ${contrast.toFixed(1)}`] ??= words.slice(0, 30);
+            found[what] ??= words.slice(0, 30);
     }
     return Object.entries(found).map(([what, words]) => `${what}: "${words}"`);
 }"""
@@ -116,9 +130,9 @@ OVERFLOW = """() => {
     for (const node of article ? article.querySelectorAll("*") : []) {
         const box = node.getBoundingClientRect();
         if (!box.width || !box.height || box.right <= width + 1) continue;
+        const scrolls = node => ["auto", "scroll"].includes(getComputedStyle(node).overflowX);
         let parent = node.parentElement;
-        while (parent !== article && !["auto", "scroll"].includes(getComputedStyle(parent).overflowX))
-            parent = parent.parentElement;
+        while (parent !== article && !scrolls(parent)) parent = parent.parentElement;
         if (parent !== article) continue;
         found.push(`<${node.tagName.toLowerCase()} class="${node.className}"> is cut off`);
         break;
@@ -134,18 +148,23 @@ FONTS = """async () => {
     for (const node of document.querySelectorAll("body, body *")) {
         if (node.closest("script, style, noscript, option, mjx-assistive-mml")) continue;
         if (!node.getClientRects().length) continue;
-        const words = [...node.childNodes].map(child => child.nodeType === 3 ? child.data : "").join("");
-        for (const character of words + (node.value ?? ""))
-            if (character.trim()) (shown[getComputedStyle(node).fontFamily] ??= new Set()).add(character);
+        const texts = [...node.childNodes].filter(child => child.nodeType === 3);
+        const words = texts.map(text => text.data).join("") + (node.value ?? "");
+        const family = getComputedStyle(node).fontFamily;
+        for (const character of words)
+            if (character.trim()) (shown[family] ??= new Set()).add(character);
     }
     await document.fonts.ready;
-    const fonts = [...document.fonts].filter(font => font.status === "loaded").map(font => [name(font.family),
-        font.unicodeRange.split(",").map(range => range.trim().slice(2).split("-").map(end => parseInt(end, 16)))]);
+    const ends = range => range.trim().slice(2).split("-").map(end => parseInt(end, 16));
+    const fonts = [...document.fonts]
+        .filter(font => font.status === "loaded")
+        .map(font => [name(font.family), font.unicodeRange.split(",").map(ends)]);
     return Object.entries(shown).flatMap(([families, characters]) => {
         const list = families.split(",").map(name);
         const ranges = fonts.flatMap(([family, ranges]) => list.includes(family) ? ranges : []);
-        const covers = code => ranges.some(([first, last]) => first <= code && code <= (last ?? first));
-        const rest = [...characters].filter(character => !covers(character.codePointAt(0))).sort().join("");
+        const within = code => ([first, last]) => first <= code && code <= (last ?? first);
+        const covered = character => ranges.some(within(character.codePointAt(0)));
+        const rest = [...characters].filter(character => !covered(character)).sort().join("");
         return rest ? [`shows ${rest.slice(0, 80)} in a font of this machine, by ${families}`] : [];
     });
 }"""
@@ -215,9 +234,7 @@ def visit(context, site, name, problems, served=False):
 
 
 def check(site, pages=None, chromium=None):
-    """What is wrong with the pages of `site` (all of them, or those named), as (page, problem)
-    pairs.
-    """
+    """What is wrong with the pages of `site` (all of them, or some), as (page, problem) pairs."""
     site = site.resolve()
     problems, links, anchors = [], {}, {}
     with browser(chromium) as context:

@@ -1,8 +1,8 @@
 """Run `make test` on a clone that was never built, in environments that differ from this one.
 
-    python tools/environments.py                                every environment, one after the other: hours
-    python tools/environments.py turkish "serif font+one core"  these; a plus sign puts several into one run
-    python tools/environments.py --command "make site" ...      something else than `make test`
+    python tools/environments.py                            every environment in turn: hours
+    python tools/environments.py turkish "load+one core"    these; a plus sign joins several
+    python tools/environments.py --command "make site" ...  something else than `make test`
 
 A check that passes at home only is a fault, and nobody finds it at home. Each environment changes
 one thing that a test could lean on without knowing: fonts, locale, time zone, cores, load,
@@ -25,15 +25,19 @@ MISSING = 77  # the exit status of an environment that cannot be made here, whic
 
 # No other fonts than those of a pattern; the files are the ones that matplotlib brings.
 FONTS = """
-cp "$("$TOOLS_PYTHON" -c 'import matplotlib; print(matplotlib.get_data_path())')"/fonts/ttf/{0} "$MADE"
-echo "<fontconfig><dir>$MADE</dir><cachedir>$MADE/cache</cachedir></fontconfig>" > "$MADE/fonts.conf"
+FILES=$("$TOOLS_PYTHON" -c 'import matplotlib; print(matplotlib.get_data_path())')
+cp "$FILES"/fonts/ttf/{0} "$MADE"
 export FONTCONFIG_FILE="$MADE/fonts.conf"
+echo "<fontconfig><dir>$MADE</dir><cachedir>$MADE/cache</cachedir></fontconfig>" \\
+    > "$FONTCONFIG_FILE"
 """
 # Neither a Chromium nor node on the path; links to all other programs.
 NO_BROWSER = """
 mkdir "$MADE/programs"
 for place in ${PATH//:/ }; do ln -s "$place"/* "$MADE/programs" 2>/dev/null || true; done
-cd "$MADE/programs"; rm -f chromium chromium-browser google-chrome google-chrome-stable node nodejs npm; cd - >/dev/null
+cd "$MADE/programs"
+rm -f chromium chromium-browser google-chrome google-chrome-stable node nodejs npm
+cd - >/dev/null
 export PATH="$MADE/programs" CHROMIUM= CI=
 """
 # A locale whose small and capital i are other letters than elsewhere.
@@ -70,14 +74,14 @@ ENVIRONMENTS = {
     "3.13": PYTHON.format("python3.13"),
 }
 INSTALL = """
-git clone -q "$ROOT" "$CLONE" && cd "$CLONE" && make .venv/.installed || { echo "ERROR: the install failed"; exit 1; }
+git clone -q "$ROOT" "$CLONE" && cd "$CLONE" && make .venv/.installed || {
+    echo "ERROR: the install failed"; exit 1;
+}
 """
 
 
 def run(name, command, folder):
-    """(the exit status; what there is to say) of a command in an environment, or in several joined
-    by "+".
-    """
+    """(the exit status; what there is to say) of a command in environments joined by "+"."""
     (folder / "made").mkdir()
     made = "".join(f"{ENVIRONMENTS[part]}\n" for part in name.split("+"))
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

@@ -1,10 +1,10 @@
-"""Everything that waits for a GPU, in one command that may be cut off anywhere: tests, benchmarks,
-records.
+"""All that waits for a GPU in one command that may be cut off: tests, benchmarks, records.
 
     python tools/gpu.py                      everything that is not done yet
     python tools/gpu.py --minutes 9          as much of it as fits; the next call goes on
     python tools/gpu.py --list               what there is, and what is done
-    python tools/gpu.py --device cpu --preset quick --out FOLDER idp-sgd/table-13     a rehearsal, without a GPU
+    python tools/gpu.py --device cpu --preset quick --out FOLDER idp-sgd/table-13
+                                             a rehearsal, without a GPU
 
 It needs torch, numpy, scipy, mpmath and this checkout, and no network; pytest for the tests,
 torchvision for ResNet-18. DPCOMPANION_DATA names the folder of the data sets.
@@ -60,9 +60,7 @@ def tasks(options):
 
 
 def remaining():
-    """{record: seeds, none for its own} that the scoreboard lists as left to run, those that take
-    days last.
-    """
+    """{record: seeds, none for its own} that the scoreboard lists as left, those of days last."""
     from dpcompanion.reproduction import scoreboard
 
     said = [
@@ -99,9 +97,7 @@ def attempt(command, seconds=None, into=None):
 
 
 def work(options):
-    """Do the tasks that are left; the exit status: 1 where one failed, 3 where some are left, else
-    0.
-    """
+    """Do the tasks left; the exit status: 1 where one failed, 3 where some are left, else 0."""
     until = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     done = options.out / f"done-{options.device}-{options.preset}.txt"
     ended = done.read_text(encoding="utf-8").split() if done.is_file() else []

@@ -6,7 +6,7 @@ the page that the book shows.
 
     python tools/notebooks.py execute               every chapter, live
     python tools/notebooks.py execute accounting    this one only
-    python tools/notebooks.py prose accounting      its code is as it was executed: take over its new words
+    python tools/notebooks.py prose accounting      its code is as executed: take over its new words
     python tools/notebooks.py check                 are source and twin one thing?
 
 `execute` runs the source from top to bottom in the kernel of this very Python, and writes a twin
@@ -87,9 +87,7 @@ def code_cells(notebook):
 
 
 def blank_twin(source):
-    """The notebook that `source` describes, unexecuted: what its twin must be but for counts and
-    outputs.
-    """
+    """The notebook that `source` describes, unexecuted: its twin but for counts and outputs."""
     notebook = jupytext.read(source, fmt="md:myst")
     seen = {}
     for cell in notebook.cells:
@@ -307,9 +305,7 @@ def check_cell(cell):
 
 
 def execute_all(root, pages, jobs, timeout):
-    """Execute pages, some papers at a time, and print what there is to say: whether all went
-    well.
-    """
+    """Execute pages, some papers at a time, and print what to say: whether all went well."""
     preset = os.environ.get("DPCOMPANION_PRESET", "quick")
     print(f"executing {len(pages)} notebooks at the {preset} preset", flush=True)
     good = True

@@ -69,9 +69,7 @@ def plain(output):
 
 
 def within(fresh, committed, tolerance):
-    """The fresh outputs, with the committed text in place of each that is the same within the
-    tolerance.
-    """
+    """The fresh outputs, with the committed text in place of each that is within the tolerance."""
     fresh = copy.deepcopy(fresh)
     for new, old in zip(fresh, committed):
         for text, other in ((new, old), (new.get("data", {}), old.get("data", {}))):
@@ -134,10 +132,10 @@ def same_picture(new, old):
 
 
 def same_drawing(new, old, tolerance=0.0):
-    """Equal in texts and shapes; all but a hundredth of the shapes stand within a point of where
-    they were.
+    """Equal in texts and shapes; all but a hundredth of these stand within a point of their place.
 
-    >>> line = '<svg viewBox="0 0 9 9"><path d="M1 2L3 4" style="stroke: #000000"/><text x="5" y="6">ours</text></svg>'
+    >>> path = '<path d="M1 2L3 4" style="stroke: #000000"/>'
+    >>> line = f'<svg viewBox="0 0 9 9">{path}<text x="5" y="6">ours</text></svg>'
     >>> [
     ...     same_drawing(line.replace(*change), line)
     ...     for change in (("L3 4", "L2 3L3 4.5"), ("ours", "theirs"))
@@ -159,9 +157,7 @@ def same_drawing(new, old, tolerance=0.0):
 
 
 def shapes(svg):
-    """The texts of an SVG, what kind each of its elements is of and how it looks, and where it
-    stands.
-    """
+    """The texts of an SVG, and of each element the kind, the look and the place."""
     elements = list(xml.etree.ElementTree.fromstring(svg).iter())
     boxes = []
     for element in elements:

@@ -1,5 +1,4 @@
-"""Print the built book into one PDF: every page of the table of contents, in its order, by a
-headless Chromium.
+"""Print the built book into one PDF: every page of the table of contents, by a headless Chromium.
 
     python tools/pdf.py                      _build/html becomes _build/dpcompanion.pdf
     python tools/pdf.py --site DIR FILE      another site, another file
@@ -51,7 +50,9 @@ FRONT = """
 @page :first { @bottom-left { content: none; } @bottom-right { content: none; } }
 body { font: 16px/1.5 "Book Text", sans-serif; margin: 0; }
 h1 { font-size: 40px; line-height: 1.2; margin: 300px 0 1em; }
-h3 { margin: 1em 0 0.2em; break-after: avoid; } .title { break-after: page; } .notes { margin-top: 260px; }
+h3 { margin: 1em 0 0.2em; break-after: avoid; }
+.title { break-after: page; }
+.notes { margin-top: 260px; }
 .line { display: flex; gap: 0.5em; color: inherit; text-decoration: none; }
 .line i { flex: 1; border-bottom: 1px dotted #888; margin-bottom: 0.4em; }
 """
@@ -72,12 +73,14 @@ FIT = """height => {
     for (const table of article.querySelectorAll("table:not(table table)")) {
         let by = 1;
         for (let turn = 0; turn < 4; turn++) {
-            by *= Math.min(1, (table.parentElement.clientWidth + 0.5) / table.getBoundingClientRect().width);
+            const room = table.parentElement.clientWidth + 0.5;
+            by *= Math.min(1, room / table.getBoundingClientRect().width);
             table.style.zoom = by;
         }
         if (by < 1) shrunk.push([by, table.textContent.trim().replace(/\\s+/g, " ").slice(0, 40)]);
     }
-    const whole = "table, figure, pre, .cell, .cell_input, .cell_output, .admonition, .mosaic, .moving, details";
+    const whole = "table, figure, pre, details, .cell, .cell_input, .cell_output, .admonition, "
+        + ".mosaic, .moving";
     for (const block of article.querySelectorAll(whole))
         if (block.getBoundingClientRect().height < 0.4 * height) block.style.breakInside = "avoid";
     return shrunk;
@@ -89,7 +92,7 @@ ANCHOR = """() => {
     const links = document.createElement("nav");
     links.style.display = "none";
     for (const { id } of document.querySelectorAll("article [id]:not(svg *)"))
-        links.appendChild(Object.assign(document.createElement("a"), {href: "#" + encodeURIComponent(id)}));
+        links.appendChild(document.createElement("a")).href = "#" + encodeURIComponent(id);
     document.body.appendChild(links);
     document.querySelectorAll(".headerlink, h1 ~ h1").forEach(node => node.remove());
     return (document.querySelector("article h1")?.textContent ?? "").trim().replace(/\\s+/g, " ");
@@ -133,9 +136,7 @@ def contents(toc):
 
 
 def sheet_style(title, before, style=""):
-    """The style of a sheet of paper: margins, the title below, and the number, after `before`
-    pages.
-    """
+    """The style of a sheet of paper: margins, the title below, the number, after `before` pages."""
     title = json.dumps(title, ensure_ascii=False)
     return SHEET.format(
         title=title, before=before, style=style, font=FONT, top=TOP, side=SIDE, bottom=BOTTOM
@@ -177,7 +178,8 @@ def front_matter(site, sheets, about):
     for part, inside in itertools.groupby(sheets, lambda sheet: sheet.part):
         lines.append(f"<h3>{html.escape(part)}</h3>")
         lines += [
-            f'<a class="line" style="margin-left: {1.5 * sheet.depth}em" href="{(site / sheet.name).as_uri()}">'
+            f'<a class="line" style="margin-left: {1.5 * sheet.depth}em" '
+            f'href="{(site / sheet.name).as_uri()}">'
             f"<span>{html.escape(sheet.title)}</span><i></i><span>{sheet.before + 1}</span></a>"
             for sheet in inside
         ]
@@ -196,9 +198,7 @@ def front_matter(site, sheets, about):
 
 
 def print_book(site, toc, about, chromium=None, say=lambda line: None):
-    """The book as (the bytes of a PDF, {what was counted: number}, problems as (page, problem)
-    pairs).
-    """
+    """(the bytes of a PDF, {what was counted: number}, problems as (page, problem) pairs)."""
     site, problems, sheets = Path(site).resolve(), [], []
     with browser_check.browser(chromium) as context:
         for sheet in contents(toc):
@@ -318,8 +318,7 @@ def about_the_book():
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     folded = (
         "Verdicts, solutions and proofs are unfolded. The code of figures is folded, and can be "
-        "read in the notebooks. "
-        "The calculator and the moving picture are shown as they open."
+        "read in the notebooks. The calculator and the moving picture are shown as they open."
     )
     notes = [f"Version {cited['version']}. {cited['license']}.", commit, folded]
     return {"title": cited["title"], "authors": ", ".join(names), "notes": notes}

@@ -1,5 +1,4 @@
-"""Run the checks of `make test` or of `make prove`, then say what was proved and what was not
-tried.
+"""Run the checks of `make test` or of `make prove`, then say what was proved and what not tried.
 
     python tools/prove.py test
     python tools/prove.py prove      the rest, which takes longer
@@ -59,9 +58,7 @@ STEPS = {
 
 
 def run(title, command, live):
-    """Run a step and show what it prints: (whether it went well, its lines, the minutes that it
-    took).
-    """
+    """Run a step and show what it prints: (whether it went well, its lines, its minutes)."""
     if live:
         print(f"== {title}", flush=True)
     started, lines = time.monotonic(), []

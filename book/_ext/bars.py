@@ -44,12 +44,13 @@ def drawn(lines, alt):
         text, kind = found.groups() if found else (shown, "")
         parts += [
             f'<text y="{top + 16}">{html.escape(label)}</text>',
-            f'<rect class="{" ".join(look)}" y="{top + 23}" width="{width:.2f}" height="{BAR}"></rect>',
+            f'<rect class="{" ".join(look)}" y="{top + 23}" '
+            f'width="{width:.2f}" height="{BAR}"></rect>',
             f'<text class="{kind}" x="{width + 8:.2f}" y="{top + 36}">{html.escape(text)}</text>',
         ]
     return (
-        f'<figure class="bars"><svg viewBox="0 0 {WIDTH} {ROW * len(rows)}" role="img" aria-label="{html.escape(alt)}">'
-        f"{''.join(parts)}</svg></figure>"
+        f'<figure class="bars"><svg viewBox="0 0 {WIDTH} {ROW * len(rows)}" '
+        f'role="img" aria-label="{html.escape(alt)}">{"".join(parts)}</svg></figure>'
     )
 
 

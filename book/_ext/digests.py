@@ -1,6 +1,4 @@
-"""Keeps from the pages what only checks read: the digests that notebooks store beside their
-figures.
-"""
+"""Keeps from the pages what just checks read: the digests notebooks store beside their figures."""
 
 import json
 

@@ -65,9 +65,7 @@ class OneSignature(FunctionDocumenter):
 
 
 def _without_source(app):
-    """The index of modules lists no module whose source was not found, such as that of what Python
-    builds in.
-    """
+    """The index of modules lists no module without a source, such as what Python builds in."""
     known = getattr(app.env, "_viewcode_modules", {})
     for name in [name for name, found in known.items() if not found]:
         del known[name]

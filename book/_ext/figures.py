@@ -36,8 +36,9 @@ def on_page(svg, name, alt):
 
     >>> svg = '<svg viewBox="0 0 9 2"><path id="a" style="stroke: #000000"/><use href="#a"/></svg>'
     >>> print(on_page(svg, "fig", "A line & its twin."))
-    <div class="drawing" role="img" aria-label="A line &amp; its twin."><svg viewBox="0 0 9 2" style="--width: 9" \
-aria-hidden="true"><g id="fig"><path id="fig-a" style="stroke: var(--ink)"/><use href="#fig-a"/></g></svg></div>
+    <div class="drawing" role="img" aria-label="A line &amp; its twin."><svg viewBox="0 0 9 2"
+    style="--width: 9" aria-hidden="true"><g id="fig"><path id="fig-a" style="stroke:
+    var(--ink)"/><use href="#fig-a"/></g></svg></div>
     >>> on_page(svg.replace("2\\"", "2\\" data-cut=\\"4\\""), "fig", "").count("<svg viewBox")
     2
     >>> on_page(svg.replace("#000000", "#123456"), "fig", "")
@@ -58,8 +59,8 @@ aria-hidden="true"><g id="fig"><path id="fig-a" style="stroke: var(--ink)"/><use
     columns = [(0.0, float(cut or width)), *([(float(cut), float(width))] if cut else [])]
     pictures = [f'<g id="{name}">{body}</g>', f'<use href="#{name}"/>']
     shown = "".join(
-        f'<svg viewBox="{left:g} 0 {right - left:g} {height}" style="--width: {right - left:g}" aria-hidden="true">'
-        f"{picture}</svg>"
+        f'<svg viewBox="{left:g} 0 {right - left:g} {height}" style="--width: {right - left:g}" '
+        f'aria-hidden="true">{picture}</svg>'
         for (left, right), picture in zip(columns, pictures)
     )
     return f'<div class="drawing" role="img" aria-label="{html.escape(alt.strip())}">{shown}</div>'

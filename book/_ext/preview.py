@@ -1,5 +1,4 @@
-"""What other sites show of a page that is linked to: its title, a description, and the book's
-picture.
+"""What other sites show of a linked page: its title, a description, and the book's picture.
 
 The description is the first paragraph of the page. The picture needs the book's address,
 `html_baseurl`; until that is set there is none.

@@ -1,5 +1,4 @@
-"""Says what is folded away: the code of a figure or table, an experiment's code, or the solution of
-an exercise.
+"""Says what is folded away: the code of a figure or table, an experiment's code, a solution.
 
 A cell tagged `hide-cell` is a solution, one tagged `hide-input` shows its output and folds its
 code, and one tagged `remove-input` and `hide-output` lists the code of an experiment. The words are

@@ -29,8 +29,7 @@ def find_noise_multiplier(
     steps: int,
     accountant: str = "pld",
 ) -> float:
-    """The smallest noise multiplier, within a relative 1e-4, at which a run costs at most
-    (target_epsilon, target_delta).
+    """The least noise multiplier, within a relative 1e-4, at which a run costs at most the target.
 
     Neighbouring relation: add or remove one example. Sampler: Poisson.
 
@@ -46,7 +45,7 @@ def find_noise_multiplier(
 
     Raises:
         ValueError: an argument outside its range, or a target that no noise multiplier up to 1e9
-        meets.
+            meets.
 
     >>> round(
     ...     find_noise_multiplier(
@@ -100,8 +99,7 @@ def find_sample_rate(
     steps: int,
     accountant: str = "pld",
 ) -> float:
-    """The largest sample rate, within a relative 1e-4, at which a run costs at most
-    (target_epsilon, target_delta).
+    """The largest sample rate, within a relative 1e-4, at which a run costs at most the target.
 
     Neighbouring relation: add or remove one example. Sampler: Poisson.
 
@@ -118,7 +116,7 @@ def find_sample_rate(
 
     Raises:
         ValueError: an argument outside its range, or a target that no sample rate down to 1e-12
-        meets.
+            meets.
 
     >>> round(
     ...     find_sample_rate(
@@ -157,8 +155,8 @@ def find_sample_rate(
     if found is None:
         raise ValueError(
             f"target_epsilon={target_epsilon:g} cannot be met with "
-            f"noise_multiplier={noise_multiplier:g} and "
-            f"steps={steps}: not even a sample rate of {_SMALLEST_RATE:g} does"
+            f"noise_multiplier={noise_multiplier:g} and steps={steps}: not even a sample rate of "
+            f"{_SMALLEST_RATE:g} does"
         )
     return min(math.exp(found), 1.0)
 

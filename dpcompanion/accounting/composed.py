@@ -30,20 +30,19 @@ _NEWTON = 24  # steps of Newton's method; most runs take 7
 
 @dataclass(frozen=True)
 class ComposedLoss:
-    r"""The summed privacy loss of a run, on a grid, tilted: an upper bound on the run in one
-    direction.
+    r"""The summed privacy loss of a run, on a grid, tilted: an upper bound in one direction.
 
     Attributes:
         interval: spacing h of the grid.
         error: what the discretisation adds to epsilon near the target, to first order (it never
-        subtracts).
+            subtracts).
         tilt: the saddle point :math:`\lambda`.
         first: index of the first grid point of `masses`.
         masses: probabilities under the tilted law at ``(first + j) * interval``.
         log_scale: :math:`\ln E[e^{\lambda S}]` on the grid.
         slack: bound on the tilted mass that the window and the transform may have lost.
         log_capped: logarithm of the probability that the loss of any step exceeds its cap, which
-        counts as delta.
+            counts as delta.
     """
 
     interval: float
@@ -80,8 +79,7 @@ class ComposedLoss:
         return math.exp(self.log_delta(epsilon)[0])
 
     def epsilon(self, delta, near=None):
-        """Upper bound on epsilon at `delta` (a float in (0, 1)); 0.0 where delta covers the total
-        variation.
+        """Upper bound on epsilon at `delta` in (0, 1); 0.0 where delta covers the total variation.
 
         inf at a delta so far below that the cap on the losses alone costs more. `near` is where to
         look first, if it is known about where the answer lies.
@@ -92,8 +90,7 @@ class ComposedLoss:
         if self.log_delta(0.0)[0] <= target:
             return 0.0
         low, high = 0.0, math.inf
-        # Newton's method from the tilted mean, near which the answer lies, kept within what is
-        # known.
+        # Newton's method from the tilted mean, near which the answer lies, kept within bounds.
         if not near:
             index = torch.arange(len(self.masses), dtype=torch.float64)
             near = max(self.first + float(index @ self.masses), 1.0) * self.interval
@@ -139,9 +136,7 @@ class ComposedLoss:
         return grid, above, torch.cat((at_grid, never))
 
     def _in_its_cell(self, target):
-        """About where delta falls to exp(target): first the cell of the grid, then the point in
-        it.
-        """
+        """About where delta falls to exp(target): the cell of the grid, then the point in it."""
         grid, above, at_grid = self.log_tails()
         slack = self.log_scale + math.log(max(self.slack, 1e-300) / (1 + self.tilt))
         met = torch.logaddexp(at_grid, slack - self.tilt * grid) <= target

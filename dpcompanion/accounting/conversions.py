@@ -1,7 +1,7 @@
 r"""From Rényi differential privacy to (epsilon, delta).
 
-A mechanism whose Rényi divergence of order :math:`\alpha` is at most
-:math:`\rho` is :math:`(\varepsilon, \delta)`-DP for each :math:`\delta` with
+A mechanism whose Rényi divergence of order :math:`\alpha` is at most :math:`\rho` is
+:math:`(\varepsilon, \delta)`-DP for each :math:`\delta` with
 
 .. math::
     \varepsilon = \rho + \frac{\ln(1/\delta)}{\alpha - 1}
@@ -10,11 +10,10 @@ A mechanism whose Rényi divergence of order :math:`\alpha` is at most
     \varepsilon = \rho + \ln\frac{\alpha - 1}{\alpha} - \frac{\ln \delta + \ln \alpha}{\alpha - 1}
         \qquad\text{(Balle et al. 2020, theorem 21; Canonne et al. 2020, proposition 12).}
 
-The second is never above the first.  Each order gives a valid epsilon, so the
-smallest one counts.  Two details keep the result honest where the noise is large:
-an epsilon below zero means that epsilon 0 holds, and epsilon 0 also holds
-once delta covers the total variation distance, which Bretagnolle and Huber bound
-by :math:`\sqrt{1 - e^{-\rho}}` and Pinsker by :math:`\sqrt{\rho/2}`.
+The second is never above the first.  Each order gives a valid epsilon, so the smallest one counts.
+Two details keep the result honest where the noise is large: an epsilon below zero means that
+epsilon 0 holds, and epsilon 0 also holds once delta covers the total variation distance, which
+Bretagnolle and Huber bound by :math:`\sqrt{1 - e^{-\rho}}` and Pinsker by :math:`\sqrt{\rho/2}`.
 
 >>> from dpcompanion.accounting import DEFAULT_ORDERS, rdp_sampled_gaussian, rdp_to_epsilon
 >>> rdp = 1000 * rdp_sampled_gaussian(sample_rate=0.01, noise_multiplier=1.0)
@@ -56,19 +55,18 @@ def rdp_to_epsilon(
 
     Args:
         rdp: total divergence at each order, in nats: a tensor of shape ``(..., K)`` (or a sequence
-        of K numbers).
+            of K numbers).
         orders: the K orders, above 1.
         delta: a number in (0, 1), or a tensor that broadcasts against ``rdp.shape[:-1]``.
         conversion: "balle2020" (the default, tighter) or "mironov2017".
 
     Returns:
         `EpsilonAt`, the pair (epsilon, order), each a float64 tensor of shape ``(...)``: the bound,
-        never negative,
-        and the order that gives it (nan where epsilon is inf).
+        never negative, and the order that gives it (nan where epsilon is inf).
 
     Raises:
         ValueError: a negative or NaN divergence, an order not above 1, lengths that differ, a delta
-        outside (0, 1).
+            outside (0, 1).
 
     >>> rdp_to_epsilon([0.1, 0.4], [2, 8], 1e-5, conversion="mironov2017")
     EpsilonAt(epsilon=tensor(2.0447, dtype=torch.float64), order=tensor(8., dtype=torch.float64))
@@ -94,7 +92,7 @@ def rdp_to_delta(
 
     Args:
         rdp: total divergence at each order, in nats: a tensor of shape ``(..., K)`` (or a sequence
-        of K numbers).
+            of K numbers).
         orders: the K orders, above 1.
         epsilon: a number, at least 0, or a tensor that broadcasts against ``rdp.shape[:-1]``.
         conversion: "balle2020" (the default, tighter) or "mironov2017".
@@ -104,7 +102,7 @@ def rdp_to_delta(
 
     Raises:
         ValueError: a negative or NaN divergence, an order not above 1, lengths that differ, an
-        epsilon below 0.
+            epsilon below 0.
 
     >>> delta, order = rdp_to_delta([0.1, 0.4], [2, 8], 2.0447, conversion="mironov2017")
     >>> f"{float(delta):.2e}", float(order)
@@ -122,8 +120,7 @@ def rdp_to_delta(
 
 
 def least_epsilon(rdp_of, count, orders, delta):
-    """The least epsilon over all orders for each of `count` rows, from about a quarter of the
-    divergences.
+    """Each of `count` rows' least epsilon, from about a quarter of the divergences.
 
     `rdp_of(rows, columns)` gives those of some rows at some orders. Epsilon times (order - 1) is
     convex in the order (so is the divergence, and the conversion adds a convex term), hence epsilon

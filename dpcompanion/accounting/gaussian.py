@@ -7,13 +7,13 @@ Noise :math:`N(0, \sigma^2)` on a value of sensitivity :math:`\Delta` costs, wit
     \varepsilon/\mu),
 
 with equality: no smaller delta holds. Several Gaussian mechanisms compose to one, their
-:math:`\mu^2` add up. The classical rule :math:`\sigma = \Delta \sqrt{2
-\ln(1.25/\delta)}/\varepsilon` is proved for epsilon below 1 only.
+:math:`\mu^2` add up. The classical rule
+:math:`\sigma = \Delta \sqrt{2 \ln(1.25/\delta)}/\varepsilon` is proved for epsilon below 1 only.
 
-The printed difference loses every digit where delta is small. With :math:`a, b = \varepsilon/\mu
-\mp \mu/2` and the Mills ratio :math:`M(x) = (1-\Phi(x))/\varphi(x)` it equals
-:math:`\varphi(a)\,(M(a) - M(b)) = \varphi(a) \int_a^b (1 - x M(x))\, dx`, whose integrand is
-positive; that is what is computed where :math:`\mu` is at most 1.
+The printed difference loses every digit where delta is small. With
+:math:`a, b = \varepsilon/\mu \mp \mu/2` and the Mills ratio :math:`M(x) = (1-\Phi(x))/\varphi(x)`
+it equals :math:`\varphi(a)\,(M(a) - M(b)) = \varphi(a) \int_a^b (1 - x M(x))\, dx`, whose integrand
+is positive; that is what is computed where :math:`\mu` is at most 1.
 """
 
 import math
@@ -39,13 +39,12 @@ def gaussian_delta(sensitivity_over_sigma: Numbers, epsilon: Numbers) -> float |
 
     Args:
         sensitivity_over_sigma: :math:`\mu = \Delta / \sigma`, at least 0 (inf: no noise); number or
-        tensor.
+            tensor.
         epsilon: at least 0; number or tensor. The two broadcast.
 
     Returns:
         A float of two numbers, else a float64 tensor of the common shape; relative error below
-        1e-12 (of ratios up to
-        1e8 and deltas down to 1e-100).
+        1e-12 (of ratios up to 1e8 and deltas down to 1e-100).
 
     Raises:
         ValueError: a negative or NaN argument.
@@ -65,10 +64,8 @@ def gaussian_delta(sensitivity_over_sigma: Numbers, epsilon: Numbers) -> float |
 def _delta(mu, epsilon):
     usual = (mu > 0) & mu.isfinite() & epsilon.isfinite()
     m, e = torch.where(usual, mu, 1.0), torch.where(usual, epsilon, 1.0)
-    a, b = (
-        torch.where(m > 1, (e - m * m / 2 - _rest_of_square(m) / 2) / m, e / m - m / 2),
-        e / m + m / 2,
-    )
+    a = torch.where(m > 1, (e - m * m / 2 - _rest_of_square(m) / 2) / m, e / m - m / 2)
+    b = e / m + m / 2
     # The difference of tails, for mu above 1: e^eps (1 - Phi(b)) = phi(a) M(b) does not overflow.
     apart = (
         torch.erfc(a / math.sqrt(2)) / 2
@@ -108,9 +105,7 @@ def _rest_of_square(m):
 
 
 def composed_mu(steps, noise_multiplier):
-    """The mu of so many full batches, rounded up: far out delta changes mu times as much as mu
-    does, relatively.
-    """
+    """The mu of so many full batches, rounded up: far out delta changes mu times as much as mu."""
     return math.sqrt(steps) / noise_multiplier * (1 + 2.0**-51)
 
 
@@ -123,13 +118,13 @@ def gaussian_epsilon(sensitivity_over_sigma: Numbers, delta: Numbers) -> float |
 
     Args:
         sensitivity_over_sigma: :math:`\mu = \Delta / \sigma`, at least 0 (inf: no noise); number or
-        tensor.
+            tensor.
         delta: in (0, 1); number or tensor. The two broadcast.
 
     Returns:
         A float of two numbers, else a float64 tensor of the common shape; inf where there is no
-        noise, 0 where delta
-        covers the total variation distance. `gaussian_delta` at the result never exceeds `delta`.
+        noise, 0 where delta covers the total variation distance. `gaussian_delta` at the result
+        never exceeds `delta`.
 
     Raises:
         ValueError: a negative or NaN ratio, a delta outside (0, 1).
@@ -144,10 +139,8 @@ def gaussian_epsilon(sensitivity_over_sigma: Numbers, delta: Numbers) -> float |
     # The bracket's upper end holds since delta(eps) <= 1 - Phi(eps/mu - mu/2) <= exp(-(eps/mu -
     # mu/2)^2 / 2) / 2. Rounded up: from a ratio of 1e17 on its second term is less than a last
     # digit of the first.
-    low, high = (
-        torch.zeros_like(mu),
-        (finite**2 / 2 + finite * torch.sqrt(-2 * torch.log(target))) * (1 + 2.0**-50),
-    )
+    low = torch.zeros_like(mu)
+    high = (finite**2 / 2 + finite * torch.sqrt(-2 * torch.log(target))) * (1 + 2.0**-50)
     high = torch.where(_delta(finite, low) <= target, 0.0, high)
     found = bisect(lambda epsilon: _delta(finite, epsilon) <= target, good=high, bad=low)
     return _checks.as_given(

@@ -25,9 +25,8 @@ between two of them is hidden in a mixture of theirs (`accounting.levels`).
 Memory: below 500 MB beside the counts, whatever their number.
 
 >>> counts = torch.tensor([[1000, 0], [0, 1000], [500, 500], [0, 0]])
->>> epsilon_of_histories(counts, sample_rate=0.01, noise_multipliers=[1.0, 2.0], delta=1e-5).round(
-...     decimals=2
-... )
+>>> run = dict(sample_rate=0.01, noise_multipliers=[1.0, 2.0])
+>>> epsilon_of_histories(counts, **run, delta=1e-5).round(decimals=2)
 tensor([1.8300, 0.6200, 1.4000, 0.0000], dtype=torch.float64)
 """
 
@@ -173,9 +172,7 @@ def total_steps(counts):
 
 
 def epsilons_in_one_direction(counts, levels, steps, delta):
-    """Epsilon of histories, counts (n, levels); `steps` are those at the nodes of the levels, by
-    sensitivity.
-    """
+    """Epsilon of histories, counts (n, levels); `steps` at the levels' nodes, by sensitivity."""
     total = total_steps(counts)
     spread = math.sqrt(float(total.max())) * max(step.std for step in steps.values())
     narrow = min(step.std for step in steps.values())
@@ -241,8 +238,7 @@ def epsilons_in_one_direction(counts, levels, steps, delta):
 
 
 def _least(counts, table, value):
-    """The least of `value` over the columns of a table, and which column it is, for each history
-    (n,).
+    """The least of `value` over the columns of a table, and its column, for each history (n,).
 
     `value` gets some histories' moments (m, k), which histories they are and which columns. Some
     histories are asked about all columns, the others about those in between which these have their
@@ -295,8 +291,7 @@ def _bucket(counts, total, levels, steps, guess, tilt, delta):
     first = math.floor(start / interval)
 
     phi, log_mass, beyond, cut = _transforms(levels, steps, size, interval, tilt)
-    # A grid of epsilons on which delta falls by at most a tenth of its logarithm from one to the
-    # next.
+    # A grid of epsilons on which delta falls by at most a tenth of its logarithm a step.
     kept = _frequencies(counts, beyond, size)
     log_phi = torch.log(phi(kept))
     log_modulus = log_phi.real.clamp(min=-_IMPOSSIBLE)
@@ -357,10 +352,8 @@ def _transforms(levels, steps, size, interval, tilt):
         transforms.append(torch.fft.rfft(circle))
         log_mass.append(log_total)
         cut = max(cut, lost)
-    transforms, log_mass = (
-        torch.stack(transforms),
-        torch.tensor(log_mass, dtype=torch.float64)[:, None],
-    )
+    transforms = torch.stack(transforms)
+    log_mass = torch.tensor(log_mass, dtype=torch.float64)[:, None]
     moduli = transforms.abs().flip(1).cummax(dim=1).values.flip(1)
 
     def log_moduli(k):
@@ -381,9 +374,7 @@ def _transforms(levels, steps, size, interval, tilt):
 
 
 def _window(counts, levels, steps, tilt, interval):
-    """Ends between which all tilted sums on the grid lie but for a small mass, and that mass (as in
-    `pld`).
-    """
+    """Ends of all tilted sums on the grid but for a small mass, and that mass (as in `pld`)."""
     here = torch.tensor([tilt], dtype=torch.float64)
     base = levels.blend(torch.stack([step.log_mgf(here) for step in steps]))
     # Of a mixture somewhat less than its own, which only chooses where to look.
@@ -431,8 +422,7 @@ def _payoffs(grid, first, size, interval, tilt, kept):
     A payoff is the difference of two geometric series, cut off at the end of the circle, and so is
     its transform.
     """
-    # Multiplicities: every frequency but the first (and the last) stands for itself and its
-    # conjugate.
+    # Multiplicities: each frequency but the first (and last) stands for itself and its conjugate.
     weight = torch.full((kept, 1), 2.0 / size, dtype=torch.float64)
     weight[0] = 1.0 / size
     if kept == size // 2 + 1:
@@ -441,8 +431,7 @@ def _payoffs(grid, first, size, interval, tilt, kept):
     start = torch.ceil(grid / interval - first).clamp(0, size).long()
     above = ((start + first).double() * interval - grid).clamp(min=0)
     count, frequency = size - start, torch.arange(kept)[:, None]
-    # The transform counts positions modulo the circle, so a mass has the phase of where its index
-    # falls.
+    # The transform counts positions modulo the circle, so a mass has the phase of its index.
     angles = (
         (frequency * index % size).double() * (-2 * math.pi / size)
         for index in (start + first, count)
@@ -474,9 +463,7 @@ def _lost(tilt, interval):
 
 
 def _read_off(deltas, grid, delta):
-    """The least epsilon at which the chords of delta over exp(epsilon) reach the target; inf where
-    none does.
-    """
+    """The least epsilon where chords of delta over exp(epsilon) reach the target; else inf."""
     met = deltas <= delta
     index = met.double().argmax(dim=1)
     never = ~met.any(dim=1)

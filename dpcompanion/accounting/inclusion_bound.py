@@ -23,8 +23,8 @@ from scipy import stats
 from dpcompanion.accounting.gaussian import composed_mu, gaussian_delta, gaussian_epsilon
 from dpcompanion.accounting.search import bisect
 
-#: Noise multipliers below which every run is accounted for by this bound, as loss distributions would cost 1 / sigma
-#: (others only where no grid resolves them, see `pld`).
+#: Noise multipliers below which every run is accounted for by this bound, as loss distributions
+#: would cost 1 / sigma (others only where no grid resolves them, see `pld`).
 LITTLE_NOISE = 0.01
 
 _GROUPS = 512  # numbers of draws that are counted one by one, and groups of more
@@ -54,9 +54,7 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta):
 
 
 def _draws(sample_rate, steps, spare):
-    """Numbers of draws, the probability of each group up to it, and a bound on the probability of
-    more.
-    """
+    """Numbers of draws, the probability of each group up to it, and a bound on that of more."""
     # By bisection: SciPy's own inverse takes one minus `spare`, which of 1e-16 and less is one, and
     # says all steps.
     most = bisect_left(

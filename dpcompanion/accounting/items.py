@@ -1,5 +1,4 @@
-r"""What a ledger holds: mechanisms that were run on people's data, and what each person's part of
-them costs.
+r"""What a ledger holds: mechanisms run on people's data, and what each person's part costs.
 
 Four kinds of items describe one mechanism for all: `SampledGaussian`, `Gaussian`, `Laplace`,
 `Guarantee`. All are meant for one example that takes part or not, and a `LedgerEntry` says what
@@ -11,8 +10,8 @@ that means and what an example is:
   public. What holds for "add-remove" holds for this, too, but not the other way round;
 * `unit`: "example", or whose data they are, such as "patient".
 
-Where people differ, `PersonalCosts` counts for each of them how many steps
-of which kinds were theirs, and a `LedgerEntry` keeps two such counts apart:
+Where people differ, `PersonalCosts` counts for each of them how many steps of which kinds were
+theirs, and a `LedgerEntry` keeps two such counts apart:
 
 * `promised`: what was fixed beforehand, such as a rate, a clip norm or a filter's budget of one's
   own. It holds for every data set.
@@ -187,7 +186,7 @@ class PersonalCosts:
     Args:
         kinds: distinct items, each of one step or one release.
         counts: (n, kinds) whole numbers from 0 to 1e12: how often each person is charged for each
-        kind.
+            kind.
 
     Raises:
         ValueError: kinds of more than one step, twice the same kind, or counts that do not fit.
@@ -274,7 +273,7 @@ class LedgerEntry:
         item: what it costs any person at most, promised beforehand.
         label: a name of one's own, or None.
         promised: what was promised to each person, none of it more than `item`; None where that is
-        `item` for all.
+            `item` for all.
         account: what each person's part cost along the run; None where there is no account.
         people: indices of the ledger's people whose data it was, in the order of `promised` and
             `account`; None for all of them. Others pay nothing.
@@ -389,9 +388,7 @@ class HasLedgerEntry(Protocol):
     """What can be added to a ledger: it says what it cost."""
 
     def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
-        """The entry; of what is promised at one delta only, that at `delta` (ValueError where it is
-        missing).
-        """
+        """The entry; of a promise at one delta only, that at `delta` (ValueError if missing)."""
         ...
 
 
@@ -407,8 +404,7 @@ def entry_of(given: Any, delta: float | None = None) -> LedgerEntry:
     if not isinstance(given, HasLedgerEntry) or isinstance(given, type):
         raise ValueError(
             f"item must be one of {', '.join(ITEMS)}, a ledger, or have a ledger_entry, such as a "
-            "plan, a history, an "
-            f"account or a filter, got {given!r:.80}"
+            f"plan, a history, an account or a filter, got {given!r:.80}"
         )
     return given.ledger_entry(delta=delta)
 

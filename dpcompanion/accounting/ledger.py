@@ -49,8 +49,8 @@ things the statement lists them.
 **Where one example replaces another.** ``Ledger(..., relation="replace")`` has the same items,
 which are meant for one example that takes part or not, and composes what each costs if one example
 becomes another: the exact pair of a sampled Gaussian (`mixed.ReplacementLoss`), releases with
-`replaced` times their sensitivity, and of an (epsilon, delta) guarantee :math:`(2 \varepsilon, (1 +
-e^\varepsilon) \delta)`.
+`replaced` times their sensitivity, and of an (epsilon, delta) guarantee
+:math:`(2 \varepsilon, (1 + e^\varepsilon) \delta)`.
 
 >>> f"{Ledger([SampledGaussian(0.01, 1.1, 500)], relation='replace').epsilon(1e-5):.3f}"
 '1.6...'
@@ -93,8 +93,8 @@ _MU_NODES = 2000  # epsilons at which mu is looked at
 RELATIONS = ("add-remove", "replace")
 _WHOM = {
     "add-remove": "Neighbours differ by adding or removing one {unit}",
-    "zero-out": "Neighbours differ in one {unit}, whose data are left out of one of them (zero-out; the number of "
-    "{unit}s is public)",
+    "zero-out": "Neighbours differ in one {unit}, whose data are left out of one of them "
+    "(zero-out; the number of {unit}s is public)",
     "replace": "Neighbours differ by one {unit} that replaces another",
 }
 
@@ -179,9 +179,7 @@ class Ledger:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """What the items call one example, each word once, in their order; "example" where there is
-        no item.
-        """
+        """What the items call one example, each word once, in order; "example" without items."""
         return tuple(dict.fromkeys(entry.unit for entry in self._entries)) or ("example",)
 
     def add(
@@ -205,7 +203,7 @@ class Ledger:
 
         Raises:
             ValueError: something else, a delta that is missing or not asked for, or items of
-            different people.
+                different people.
 
         >>> ledger = Ledger().add(Gaussian(10.0)).add(Laplace(5.0), people=[0, 2])
         >>> ledger.n, [round(value, 2) for value in ledger.epsilons(1e-5).tolist()]
@@ -254,8 +252,15 @@ class Ledger:
         return len(self._entries)
 
     def __repr__(self) -> str:
-        relation = "" if self.relation == "add-remove" else f", relation={self.relation!r}"
-        return f"Ledger({list(self.items)!r}{relation})"
+        plain, relation = {"relation": "add-remove", "unit": "example"}, ""
+        if self.relation != "add-remove":
+            relation = f", relation={self.relation!r}"
+        shown = []
+        for entry in self._entries:
+            said = {name: value for name in plain if (value := getattr(entry, name)) != plain[name]}
+            more = "".join(f", {name}={value!r}" for name, value in said.items())
+            shown.append(f"LedgerEntry({entry.item!r}{more})" if more else repr(entry.item))
+        return f"Ledger([{', '.join(shown)}]{relation})"
 
     # What is equal is put together, whatever the order: equal ledgers then have equal epsilons.
 
@@ -434,8 +439,7 @@ class Ledger:
         return math.fsum(parts) * (1 + 1e-12)
 
     def epsilons(self, delta: float, *, accounts: bool = True) -> torch.Tensor:
-        """Epsilon of each person at `delta`, an upper bound, (n,) float64, none above
-        `epsilon(delta)`.
+        """Each person's epsilon at `delta`, an upper bound, (n,) float64, at most `epsilon(delta)`.
 
         With `accounts`, what has an account counts for each person as it was recorded, at the norms
         of that person's own gradients: these epsilons describe what happened (output-specific),
@@ -470,8 +474,7 @@ class Ledger:
         if self.n is None:
             raise ValueError(
                 "items must include one that distinguishes people, such as an account or a filter, "
-                "for epsilons of "
-                "each; epsilon(delta) is the uniform one"
+                "for epsilons of each; epsilon(delta) is the uniform one"
             )
         columns: dict[Cost, torch.Tensor] = {}
         for entry in self._entries:
@@ -493,9 +496,7 @@ class Ledger:
         return found.clamp(max=self.epsilon(delta))
 
     def _costs(self, entry, accounts):
-        """What each person's part in an entry costs, and (people, costs) how often; one row for all
-        alike.
-        """
+        """What each person's part costs, and (people, costs) how often; one row for all alike."""
         if self.relation == "replace" and accounts and entry.account is not None:
             found = replacement_costs(entry.item, entry.account) if entry.promised is None else None
             if found is not None:
@@ -524,7 +525,8 @@ class Ledger:
         Raises:
             ValueError: an epsilon below 0, or not finite, or a run that no grid resolves.
 
-        >>> f"{Ledger([SampledGaussian(0.01, 1.0, 500), SampledGaussian(0.02, 1.2, 500)]).delta(2.0):.2e}"
+        >>> both = Ledger([SampledGaussian(0.01, 1.0, 500), SampledGaussian(0.02, 1.2, 500)])
+        >>> f"{both.delta(2.0):.2e}"
         '8.51e-05'
         """
         epsilon = _checks.number("epsilon", epsilon, 0, math.inf, closed="left")
@@ -555,9 +557,7 @@ class Ledger:
         return min(1.0, found)
 
     def _curve(self, least, nodes=_NODES):
-        """Epsilons, and logarithms of bounds on delta there, good at false positive rates down to
-        `least`.
-        """
+        """Epsilons, and log bounds on delta there, good at false positive rates down to `least`."""
         infinite = self._infinite()
         deltas = [d for d, before in zip(_DELTAS, (2.0, *_DELTAS)) if before > least] or [1e-2]
         deltas = [infinite + d * (1 - infinite) for d in deltas]
@@ -601,8 +601,7 @@ class Ledger:
         return torch.exp(log_deltas)[before]
 
     def trade_off(self, false_positive_rate: Any) -> Any:
-        """The least false negative rate of any attack with these false positive rates, a lower
-        bound.
+        """The least false negative rate of any attack at these false positive rates, a lower bound.
 
         Args:
             false_positive_rate: in [0, 1], a number or many.
@@ -631,8 +630,7 @@ class Ledger:
         )
 
     def mu(self, *, least: float = 1e-9) -> GaussianMu:
-        r"""The least mu, from above, with which the whole trade-off curve lies on or above that of
-        mu-Gaussian DP.
+        r"""The least mu, from above, of a Gaussian trade-off curve that is nowhere above this one.
 
         The bound holds at every false positive rate once `least` is added to delta, that is for all
         epsilons whose delta is at least `least`; beyond, no finite mu says anything useful of a
@@ -656,8 +654,7 @@ class Ledger:
         deltas = torch.exp(log_deltas)
         if float(deltas.max()) >= 1 or float(deltas[-1]) > least:
             return GaussianMu(math.inf, 1.0)
-        # Between two epsilons delta is at most that at the first, and a Gaussian's at least that at
-        # the second.
+        # Between two epsilons delta is at most the first's, and a Gaussian's at least the second's.
         inside = deltas[:-1] > least
         if not inside.any():
             return GaussianMu(0.0, 0.0)
@@ -672,21 +669,18 @@ class Ledger:
         """What all of it costs together, in words: relation, sampler, accountant, items, epsilon,
         what the grid adds. Items with different relations or units are each named with their own.
 
-        >>> print(
-        ...     Ledger([SampledGaussian(0.01, 1.0, 500)])
-        ...     .add(Laplace(10.0), label="count")
-        ...     .statement()
-        ... )
-        ... # doctest: +NORMALIZE_WHITESPACE
-        Neighbours differ by adding or removing one example; Poisson sampling; accountant pld. Composed: 500 steps at
-        rate 0.01 with noise multiplier 1; Laplace noise of scale 10 (count). Together epsilon 1.369 at delta 1e-05,
-        of which the grid adds at most 7.9e-06.
+        >>> ledger = Ledger([SampledGaussian(0.01, 1.0, 500)]).add(Laplace(10.0), label="count")
+        >>> print(ledger.statement())
+        Neighbours differ by adding or removing one example; Poisson sampling; accountant pld.
+        Composed: 500 steps at rate 0.01 with noise multiplier 1; Laplace noise of scale 10 (count).
+        Together epsilon 1.369 at delta 1e-05, of which the grid adds at most 7.9e-06.
         """
         epsilon, error = self.epsilon(delta), self.error(delta)
         units, relations = self.units, {entry.relation for entry in self._entries}
         whom = _WHOM[self.neighbours].format(unit=units[0] if len(units) == 1 else "unit")
         if len(units) > 1:
-            whom += f", where a unit is {' or '.join(f'one {unit}' for unit in units)}, as each item says"
+            named = " or ".join(f"one {unit}" for unit in units)
+            whom += f", where a unit is {named}, as each item says"
 
         def about(entry):
             named = [f"one {entry.unit}"] if len(units) > 1 else []
@@ -699,8 +693,7 @@ class Ledger:
         items = "; ".join(said(entry, *about(entry)) for entry in self._entries)
         text = (
             f"{whom}; Poisson sampling; accountant pld. Composed: {items or 'nothing'}. Together "
-            "epsilon "
-            f"{_up(epsilon)} at delta {delta:g}"
+            f"epsilon {_up(epsilon)} at delta {delta:g}"
         )
         if error == math.inf:
             text += ", which adds up the items' epsilons: no grid resolves so little noise."
@@ -711,8 +704,7 @@ class Ledger:
             if any(entry.account is not None for entry in self._entries):
                 text += (
                     f" The individual epsilons of {self.n} people describe this run "
-                    "(output-specific): they are no "
-                    "promise, and as private as the people."
+                    "(output-specific): they are no promise, and as private as the people."
                 )
         return text
 
@@ -758,8 +750,7 @@ class Ledger:
 
     @classmethod
     def from_opacus(cls, history: Sequence[Any]) -> "Ledger":
-        """The ledger of an Opacus accountant's history: a list of (noise multiplier, sample rate,
-        steps).
+        """The ledger of an Opacus accountant's history: [(noise multiplier, sample rate, steps)].
 
         >>> Ledger.from_opacus([(1.0, 0.01, 500), (1.2, 0.02, 500)]).items[1]
         SampledGaussian(sample_rate=0.02, noise_multiplier=1.2, steps=500)
@@ -774,8 +765,7 @@ class Ledger:
         return cls([SampledGaussian(rate, noise, steps) for noise, rate, steps in rows])
 
     def to_dp_event(self) -> Any:
-        """The ledger as an event of Google's dp-accounting (which must be installed), for its own
-        accountants.
+        """The ledger as an event of Google's dp-accounting (to be installed), for its accountants.
 
         Raises:
             ValueError: for a `Guarantee`, of which dp-accounting has no event, and for

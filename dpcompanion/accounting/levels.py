@@ -76,8 +76,7 @@ class Levels:
         # A hair up for rounding errors; where even float64 sees no difference, the upper node
         # stands for all.
         share = ((reached - start) / (stop - start) * (1 + 1e-12)).clamp(max=1).nan_to_num(nan=1.0)
-        # So it does where the tails leave float64's normal numbers, and a weight would lose its
-        # digits.
+        # So it does where the tails leave float64's normal numbers, and a weight its digits.
         share = torch.where(near & (start > -1e-290), 1.0, share)
         return cls(nodes, low, high, torch.where(low == high, 0, share)).only(
             torch.ones_like(levels, dtype=torch.bool)

@@ -18,7 +18,7 @@ DIRECTIONS = ("remove", "add")
 
 #: More noise counts as this: it costs no more, and far beyond its losses are no floats.
 LARGEST_NOISE = 1e100
-#: Rates are raised to this, below which floats underflow on the way; nobody's epsilon then is lower.
+#: Rates are raised to this, below which floats underflow on the way; no epsilon is lower then.
 LEAST_RATE = 1e-200
 
 # tilted densities below e^-75 of the peak are cut, and the cut is accounted for
@@ -41,8 +41,7 @@ def smooth_length(q, sigma):
 
 
 class StepLoss:
-    """The privacy loss of one step below a cap: its exact moments, and its discretised and tilted
-    distribution.
+    """One step's privacy loss below a cap: exact moments, and the discretised, tilted distribution.
 
     The loss exceeds the cap with the probability exp(log_capped).
     """
@@ -88,9 +87,7 @@ class StepLoss:
         return cast(float, brentq(excess, 0.0, 50 + 1 / float(self.sigma)))
 
     def _loss_and_log_density(self, t):
-        """The loss at x = sigma t, and the log density of t under the first distribution of the
-        pair.
-        """
+        """The loss at x = sigma t, and the log density of t under the pair's first distribution."""
         log_ratio = log_density_ratio(t, self.q, self.sigma)
         log_phi = -0.5 * t * t - 0.5 * math.log(2 * math.pi)
         return (log_ratio, log_phi + log_ratio) if self.remove else (-log_ratio, log_phi)
@@ -137,12 +134,9 @@ class StepLoss:
         )
         low, high = sorted(ends.tolist())
         least, most = self._loss_and_log_density(ends)[0].tolist()
-        first, last = (
-            math.floor(least / interval),
-            max(math.ceil(most / interval), math.floor(least / interval) + 1),
-        )
-        # No piece crosses a grid point of the loss, and none is so long that four nodes are too
-        # few.
+        first = math.floor(least / interval)
+        last = max(math.ceil(most / interval), math.floor(least / interval) + 1)
+        # No piece crosses a grid point of the loss, and none so long that four nodes are too few.
         grid = torch.arange(first, last + 1, dtype=torch.float64) * interval
         pieces = math.ceil((high - low) / (0.1 * self.scale))
         at = torch.cat(
@@ -166,10 +160,8 @@ class StepLoss:
             * CELL_WEIGHTS
             * torch.exp(log_density + tilt * cell[:, None] * interval - scale)
         )
-        lower_mass, upper_mass = (
-            (mass * (1 - upper)).sum(dim=1),
-            (mass * upper).sum(dim=1) * math.exp(tilt * interval),
-        )
+        lower_mass = (mass * (1 - upper)).sum(dim=1)
+        upper_mass = (mass * upper).sum(dim=1) * math.exp(tilt * interval)
         masses = torch.zeros(last - first + 1, dtype=torch.float64)
         index = (cell - first).long()
         masses.index_add_(0, index, lower_mass).index_add_(0, index + 1, upper_mass)

@@ -1,5 +1,4 @@
-r"""The summed privacy loss of different mechanisms: sampled Gaussians of any rate and noise, and
-releases.
+r"""The summed privacy loss of different mechanisms: sampled Gaussians of any kind, and releases.
 
 Losses of independent mechanisms add up, so on a common grid the characteristic function of the sum
 is :math:`\prod_j \varphi_j(\theta)^{n_j}`: one Fourier transform for each *kind* j, however often
@@ -40,7 +39,7 @@ from dpcompanion.accounting.pld import (
 )
 from dpcompanion.accounting.rdp import log_density_ratio
 
-#: Beyond so many kinds the grid may add `COARSER` times as much to epsilon: a thousand take seconds then.
+#: Beyond so many kinds the grid may add `COARSER` times as much to epsilon: seconds for a thousand.
 FEW_KINDS, COARSER = 32, 20.0
 
 
@@ -63,14 +62,14 @@ class GaussianLoss(StepLoss):
 
 
 class ReplacementLoss(StepLoss):
-    r"""The loss of one step of the sampled Gaussian where one example replaces another, below a
-    cap.
+    r"""The loss of a step of the sampled Gaussian where one example replaces another, below a cap.
 
-    The pair is :math:`P = (1-q) N(0, \sigma^2) + q N(a, \sigma^2)` against :math:`Q = (1-q) N(0,
-    \sigma^2) + q N(-b, \sigma^2)`, which dominates every step: given who else is sampled, a step is
-    :math:`P_g = (1-q) N(0, \sigma^2 I) + q N(g, \sigma^2 I)` against :math:`P_h`, with gradients g
-    of length a and h of length b at most. Both are 1 where the clip norm is all that is known; of
-    an example whose own norm was recorded a is smaller, and b stays 1.
+    The pair is :math:`P = (1-q) N(0, \sigma^2) + q N(a, \sigma^2)` against
+    :math:`Q = (1-q) N(0, \sigma^2) + q N(-b, \sigma^2)`, which dominates every step: given who else
+    is sampled, a step is :math:`P_g = (1-q) N(0, \sigma^2 I) + q N(g, \sigma^2 I)` against
+    :math:`P_h`, with gradients g of length a and h of length b at most. Both are 1 where the clip
+    norm is all that is known; of an example whose own norm was recorded a is smaller, and b stays
+    1.
 
     Proof. Let :math:`\alpha \ge 1`. With densities over that of :math:`N(g, \sigma^2 I)`, under
     which X is standard normal after a shift, and :math:`v = (h - g) / \sigma, u = -g / \sigma`,
@@ -92,7 +91,7 @@ class ReplacementLoss(StepLoss):
 
     Args:
         sample_rate, noise_multiplier, log_capped: q, sigma / a, and the logarithm of the
-        probability above the cap.
+            probability above the cap.
         other: sigma / b, by default sigma / a.
 
     >>> step = ReplacementLoss(0.1, 1.0, math.log(1e-12))
@@ -111,19 +110,15 @@ class ReplacementLoss(StepLoss):
         return smooth_length(float(self.q), min(float(self.sigma), float(self.other)))
 
     def _loss_and_log_density(self, t):
-        above, below = (
-            log_density_ratio(t, self.q, self.sigma),
-            log_density_ratio(-t, self.q, self.other),
-        )
+        above = log_density_ratio(t, self.q, self.sigma)
+        below = log_density_ratio(-t, self.q, self.other)
         return above - below, above - 0.5 * t * t - 0.5 * math.log(2 * math.pi)
 
     def _t_of_loss(self, loss):
         return self._t_of_equal_norms(loss) if self.other == self.sigma else self._t_by_newton(loss)
 
     def _t_by_newton(self, loss):
-        """By Newton's method from a chord of a table; its ends for losses beyond those of the
-        panels.
-        """
+        """By Newton's method from a chord of a table; its ends for losses beyond the panels."""
         low, high = self.ends
         t = torch.linspace(
             low, high, math.ceil((high - low) / (0.02 * self.scale)) + 1, dtype=torch.float64
@@ -162,9 +157,7 @@ class ReplacementLoss(StepLoss):
 
 
 class _Bounded:
-    """A loss between -most and most, whose law under the first distribution of the pair is known in
-    closed form.
-    """
+    """A loss from -most to most, whose law under the first of the pair is in closed form."""
 
     log_capped = -math.inf
 
@@ -177,15 +170,11 @@ class _Bounded:
         raise NotImplementedError
 
     def _pieces(self, interval) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses, and logarithms of their masses, none of which stands for a stretch that a grid
-        point parts.
-        """
+        """Losses and log masses, none of which stands for a stretch that a grid point parts."""
         raise NotImplementedError
 
     def tilted_variance(self, tilt):
-        """Of the tilted law: by second differences of ln E[exp(tilt L)], near enough to choose a
-        window.
-        """
+        """Of the tilted law: by second differences of ln E[exp(tilt L)], enough for a window."""
         step = 1e-3 / self.most
         low, here, high = self.log_mgf(
             tilt + step * torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)
@@ -242,8 +231,7 @@ class LaplaceLoss(_Bounded):
         width = at.diff()[:, None]
         loss = at[:-1, None] + width * (CELL_NODES + 1) / 2
         log_mass = (loss - c) / 2 - math.log(4) + torch.log(width / 2 * CELL_WEIGHTS)
-        # In a short piece every node has the cell of its middle, whatever rounding says of those at
-        # its ends.
+        # In a short piece every node has the cell of its middle, however its ends are rounded.
         cell = torch.floor(loss.mean(dim=1, keepdim=True) / interval) * interval
         loss = torch.minimum(torch.maximum(loss, cell), cell + interval * (1 - 1e-12))
         ends = torch.tensor([c, -c], dtype=torch.float64)
@@ -252,9 +240,7 @@ class LaplaceLoss(_Bounded):
 
 
 class WorstLoss(_Bounded):
-    """The finite part of the worst loss under (epsilon, delta)-DP; its masses add up to 1 -
-    delta.
-    """
+    """The finite part of the worst loss under (epsilon, delta)-DP; its masses sum to 1 - delta."""
 
     def __init__(self, epsilon, delta):
         self._log_high = math.log1p(-delta) - math.log1p(math.exp(-epsilon))
@@ -303,9 +289,7 @@ class Sum:
         return tilts[reachable], self.log_mgf(tilts[reachable])
 
     def window(self, tilt):
-        """interval -> the ends between which the tilted sum on the grid lies but for 2 e^-38
-        (Chernoff's bound).
-        """
+        """interval -> ends of the tilted sum on the grid but for 2 e^-38 (Chernoff's bound)."""
         variance = sum(count * loss.tilted_variance(tilt) for loss, count in self.kinds)
         here = float(self.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
         few, many = sorted((tilt, 1 / max(math.sqrt(variance), 1e-6 / tilt)))
@@ -332,8 +316,7 @@ class Sum:
 
 
 def refined(total, epsilon, delta=None, infinite=0.0):
-    """The loss of a `Sum` near `epsilon`, or from there on to `delta`, on a grid fine enough; and
-    the epsilon.
+    """The loss of a `Sum` near `epsilon`, or on to `delta`, on a grid fine enough; and the epsilon.
 
     `infinite` is the probability of an infinite loss, which counts as delta.
     """

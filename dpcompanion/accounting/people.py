@@ -56,9 +56,7 @@ class Cost(NamedTuple):
 
 
 class _Replaced(NamedTuple):
-    """A sampled step in which an example replaces another: its rate, and the noise over the norm of
-    either.
-    """
+    """A sampled step where one example replaces another: rate, and the noise over either norm."""
 
     sample_rate: float
     noise_multiplier: float
@@ -92,8 +90,7 @@ def epsilons_of(
     *,
     relation: str = "add-remove",
 ) -> torch.Tensor:
-    """Epsilon of each person at `delta`, (n,) float64, an upper bound, about 0.1% above the exact
-    value.
+    """Epsilon of each person at `delta`, (n,) float64, an upper bound, about 0.1% too large.
 
     Sampler: Poisson.
 

@@ -1,9 +1,8 @@
 r"""Rényi differential privacy of one step of the sampled Gaussian mechanism.
 
-One step of DP-SGD draws every example with probability :math:`q` (Poisson
-sampling), sums their clipped gradients and adds Gaussian noise.  With the
-sensitivity scaled to 1 the worst case over data sets that differ by adding or
-removing one example compares
+One step of DP-SGD draws every example with probability :math:`q` (Poisson sampling), sums their
+clipped gradients and adds Gaussian noise.  With the sensitivity scaled to 1 the worst case over
+data sets that differ by adding or removing one example compares
 
 .. math::
     P = (1-q)\,N(0, \sigma^2) + q\,N(1, \sigma^2) \quad\text{with}\quad Q = N(0, \sigma^2),
@@ -13,19 +12,19 @@ and its Rényi divergence of order :math:`\alpha` is
 :math:`A_\alpha = E_Q[(P/Q)^\alpha]`; the other direction is never larger
 (Mironov, Talwar and Zhang 2019, theorem 5).
 
-How :math:`A_\alpha` is computed decides how small a divergence can be distinguished from
-zero.  Both ways below compute :math:`A_\alpha - 1` as a sum of terms that are
-never negative, so that nothing cancels, and the relative error of the divergence
-stays near 1e-12 from noise multiplier 0.1 to 1e6 and sample rate 1e-7 to 1:
+How :math:`A_\alpha` is computed decides how small a divergence can be distinguished from zero.
+Both ways below compute :math:`A_\alpha - 1` as a sum of terms that are never negative, so that
+nothing cancels, and the relative error of the divergence stays near 1e-12 from noise multiplier 0.1
+to 1e6 and sample rate 1e-7 to 1:
 
 * at an integer order, by the binomial sum :math:`A_\alpha - 1 = \sum_{k=2}^{\alpha}
   \binom{\alpha}{k} (1-q)^{\alpha-k} q^k (e^{(k^2-k)/2\sigma^2} - 1)`;
-* at any other order (and above 1024), by the trapezoidal rule on :math:`A_\alpha - 1 =
-  E_Q[(1+y)^\alpha - 1 - \alpha y]`, where :math:`1 + y = P/Q`: the integrand is convex in y, so
-  never negative, and analytic, so the rule converges exponentially fast.
+* at any other order (and above 1024), by the trapezoidal rule on
+  :math:`A_\alpha - 1 = E_Q[(1+y)^\alpha - 1 - \alpha y]`, where :math:`1 + y = P/Q`: the integrand
+  is convex in y, so never negative, and analytic, so the rule converges exponentially fast.
 
-Cost: about a thousand exponentials for each parameter pair and large order.
-Everything broadcasts, in float64, on the device of the tensors that come in.
+Cost: about a thousand exponentials for each parameter pair and large order. Everything broadcasts,
+in float64, on the device of the tensors that come in.
 
 >>> from dpcompanion.accounting import rdp_sampled_gaussian
 >>> rdp_sampled_gaussian(sample_rate=0.01, noise_multiplier=[1.0, 2.0], orders=[2, 8.5])
@@ -69,8 +68,8 @@ def rdp_sampled_gaussian(
 ) -> float | torch.Tensor:
     r"""Rényi divergence of one step of the sampled Gaussian mechanism, at each order.
 
-    Neighbouring relation: add or remove one example.  Sampler: Poisson.  The cost
-    of several steps is the sum of theirs.
+    Neighbouring relation: add or remove one example.  Sampler: Poisson.  The cost of several steps
+    is the sum of theirs.
 
     Args:
         sample_rate: probability :math:`q` in (0, 1] with which an example enters a step.
@@ -79,12 +78,12 @@ def rdp_sampled_gaussian(
         orders: the orders :math:`\alpha > 1`, a number or a sequence of K numbers.
 
     Returns:
-        Tensor of shape ``(*S, K)``, float64: :math:`D_\alpha(P \| Q)` in nats
-        (``S`` alone where `orders` is a number; a float where all three are numbers).
+        Tensor of shape ``(*S, K)``, float64: :math:`D_\alpha(P \| Q)` in nats (``S`` alone where
+        `orders` is a number; a float where all three are numbers).
 
     Raises:
         ValueError: a rate outside (0, 1], a negative or non-finite noise multiplier, an order not
-        above 1.
+            above 1.
 
     Source: Mironov, Talwar and Zhang 2019, "Rényi differential privacy of the sampled
     Gaussian mechanism", section 3.
@@ -99,17 +98,14 @@ def rdp_sampled_gaussian(
     _checks.in_interval("orders", orders, 1, math.inf, closed="neither")
     q, sigma = as_float64_tensors(sample_rate, noise_multiplier)
     alpha = torch.as_tensor(_checks.unlabelled(orders), dtype=torch.float64, device=q.device)
-    shape, q, sigma, alphas = (
-        q.shape + alpha.shape,
-        q.reshape(-1),
-        sigma.reshape(-1),
-        alpha.reshape(-1),
-    )
+    shape = q.shape + alpha.shape
+    q = q.reshape(-1)
+    sigma = sigma.reshape(-1)
+    alphas = alpha.reshape(-1)
 
     log_excess = torch.empty(len(q), len(alphas), dtype=torch.float64, device=q.device)
     by_sum = (alphas == alphas.round()) & (alphas <= _LARGEST_SUM)
-    # Full batches and noiseless steps have closed forms; a stand-in keeps them out of the way
-    # meanwhile.
+    # Full batches and noiseless steps have closed forms; a stand-in keeps them away.
     plain = (q < 1) & (sigma > 0)
     safe_q, safe_sigma = torch.where(plain, q, 0.5), torch.where(sigma > 0, sigma, 1.0)
     if by_sum.any():
@@ -123,9 +119,7 @@ def rdp_sampled_gaussian(
 
 
 def as_float64_tensors(*values: Numbers) -> tuple[torch.Tensor, ...]:
-    """The values as float64 tensors of one common shape, on the device of those that are
-    tensors.
-    """
+    """The values as float64 tensors of a common shape, on the device of those that are tensors."""
     values = tuple(map(_checks.unlabelled, values))
     device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
     return torch.broadcast_tensors(

@@ -27,8 +27,7 @@ _NOTHING = 1e30  # an upper bound on any divergence, finite so that none of it i
 
 
 def rdp_of_shares(shares, orders, *, sample_rate, noise_multiplier):
-    """RDP of a step with gradients of these shares (above 0) of the clip norm, (len(shares),
-    len(orders)).
+    """RDP of a step with gradients of these shares (above 0) of the clip norm, (shares, orders).
 
     Orders beyond 1024 serve examples that cost next to nothing. At a share where such an order is
     expensive to compute it is never the best one, and a bound that says nothing stands in for it.

@@ -1,5 +1,4 @@
-"""Where a monotone condition begins to hold, from the side where it holds: the searches of the
-library.
+"""Where a monotone condition begins to hold, from the side where it holds: the library's searches.
 
 `crossing` takes few values of an expensive function, `crossings` does so for many side by side,
 `bisect` halves many brackets at once. All return points that were looked at and found to hold, so
@@ -24,7 +23,7 @@ def bisect(holds, *, good, bad, halvings=80):
 
     Args:
         holds: a function of a tensor of points, to booleans: true at `good`, false at `bad`, with
-        one change between.
+            one change between.
         good, bad: the brackets' ends, tensors of one shape; either may be the larger.
         halvings: how often each is halved.
 
@@ -39,8 +38,7 @@ def bisect(holds, *, good, bad, halvings=80):
 
 
 def crossing(excess, *, start, low, high, meets, snap=float):
-    """Where the monotone `excess` crosses zero, within `PRECISION`, on the side where it is at most
-    0.
+    """Where monotone `excess` crosses zero, within `PRECISION`, on the side where it is at most 0.
 
     For an expensive function: a bracket about `start`, then secants that are kept within it.
 
@@ -102,19 +100,18 @@ def _narrow(excess, good, bad, snap):
 
 
 def crossings(excess, *, start, low, high, precision, enough=None, slopes=None):
-    """The least y in [low, high] at which a falling function is at most 0: within `precision`, and
-    never below.
+    """The least y in [low, high] where a falling function is <= 0: within `precision`, never below.
 
     `crossing` for many searches side by side, whose function takes all of them at once.
 
     Args:
         excess: (y, index) -> values, at the points y of the searches `index`; falling, as in
-        `crossing`.
+            `crossing`.
         start: (n,) where to look first.
         low, high: ends of the range, numbers.
         precision: how wide a bracket may stay, a number, or (n,).
         enough: (n,) a search also ends at a value from -enough to 0, and aims at the middle of
-        these; None for none.
+            these; None for none.
         slopes: (n,) how fast the function falls near the crossings, as far as that is known, which
             saves values; what the searches learn is written into it. With `enough` only.
 
@@ -152,8 +149,7 @@ def crossings(excess, *, start, low, high, precision, enough=None, slopes=None):
         open_ = open_[torch.where(gap.isnan(), ~ended, gap.abs() > widths[open_]) & ~near]
         f, g, precision, aim = at_good[open_], at_bad[open_], widths[open_], -rooms[open_] / 2
         gap = (bad - good)[open_]
-        # One end is missing: walk on towards it, twice as far each time, or as far as the slope
-        # says.
+        # One end is missing: walk on towards it, twice as far each time, or as the slope says.
         known = torch.where(f.isnan(), g, f)
         walk = torch.where(
             stride[open_].isnan(),
@@ -164,8 +160,7 @@ def crossings(excess, *, start, low, high, precision, enough=None, slopes=None):
             by_slope = ((known - aim).abs() / slopes[open_]).clamp(max=1.0)
             walk = torch.where(known.abs() < 20, torch.minimum(by_slope, 2 * walk), walk)
         walked = y[open_] + torch.where(f.isnan(), walk, -walk)
-        # Else aim a little past the secant's estimate, away from the nearer end, or at what is
-        # enough.
+        # Else aim a little past the secant's estimate, off the nearer end, or at what is enough.
         share = (aim - f) / (g - f)
         past = torch.copysign((precision / 2 / gap.abs()).clamp(0.01, 0.25), 0.5 - share)
         share = share + torch.where(aim < 0, 0.0, past)
@@ -176,9 +171,7 @@ def crossings(excess, *, start, low, high, precision, enough=None, slopes=None):
 
 
 def _learn(slopes, last, open_, here, value):
-    """How fast the functions fall, from the last two values of each that lie on a smooth
-    stretch.
-    """
+    """How fast the functions fall, from the last two values of each on a smooth stretch."""
     slope = (last[1, open_] - value) / (here - last[0, open_])
     smooth = (
         (slope > 0.05) & (slope < 50) & (value.abs() < 20) & ((last[1, open_] - value).abs() > 1e-3)

@@ -1,5 +1,4 @@
-r"""The price of a sweep: the best of randomly many runs (private selection; Papernot and Steinke
-2022).
+r"""A sweep's price: the best of randomly many runs (private selection; Papernot and Steinke 2022).
 
 Training with k settings and publishing the best model uses the data k times. Composed, k runs cost
 k times as many steps. Where the number of runs K is random and nothing but the best run is
@@ -14,7 +13,8 @@ released, much less is spent. With :math:`\varepsilon(\lambda)` the Rényi diver
 * Poisson K of mean m (theorem 6; with K = 0 nothing is released), with :math:`\hat\delta` the delta
   of one run at :math:`\hat\varepsilon = \ln(1 + 1/(\lambda - 1))`:
 
-  .. math:: \varepsilon'(\lambda) = \varepsilon(\lambda) + m\,\hat\delta + \frac{\ln m}{\lambda - 1}.
+  .. math::
+      \varepsilon'(\lambda) = \varepsilon(\lambda) + m\,\hat\delta + \frac{\ln m}{\lambda - 1}.
 
 The score by which the best is chosen must come from the run's output, or be covered by its epsilon;
 a score on the training data itself is not free. Settings are sampled from a fixed distribution, a
@@ -72,9 +72,7 @@ class Selection:
         return float(rdp_to_delta(self.rdp, self.orders, epsilon)[0])
 
     def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
-        """The selection as (epsilon, delta) guarantee at `delta`, for `Ledger.add`; ValueError
-        without one.
-        """
+        """As (epsilon, delta) guarantee at `delta`, for `Ledger.add`; ValueError without one."""
         if delta is None:
             raise ValueError(
                 "delta must be given, at which the selection's guarantee is taken, got None"
@@ -85,8 +83,7 @@ class Selection:
 
 
 def select_best(item: Any, *, mean: float, distribution: str = "poisson") -> Selection:
-    """The cost of the best of randomly many runs of `item`, as `Selection`: `.epsilon(delta)`,
-    `.delta(epsilon)`.
+    """The cost of the best of randomly many runs of `item`: `.epsilon(delta)`, `.delta(epsilon)`.
 
     Args:
         item: one run: an item of a ledger, a plan, or a `Ledger` of all that one run does; of
@@ -96,7 +93,7 @@ def select_best(item: Any, *, mean: float, distribution: str = "poisson") -> Sel
 
     Raises:
         ValueError: an argument outside its range, or a guarantee with a delta, of which no
-        divergence is known.
+            divergence is known.
 
     >>> geometric = select_best(Guarantee(0.1, 0.0), mean=100, distribution="geometric")
     >>> round(geometric.epsilon(1e-9), 3)  # three times one run's (Liu and Talwar 2019)
@@ -153,10 +150,8 @@ def _laplace(scale, a):
 
 def _randomized_response(epsilon, a):
     """Mironov 2017, proposition 5: no (epsilon, 0)-DP mechanism has larger divergences."""
-    high, low = (
-        -math.log1p(math.exp(-epsilon)),
-        -math.log1p(math.exp(epsilon)) if epsilon < 700 else -epsilon,
-    )
+    high = -math.log1p(math.exp(-epsilon))
+    low = -math.log1p(math.exp(epsilon)) if epsilon < 700 else -epsilon
     return torch.logaddexp(a * high + (1 - a) * low, a * low + (1 - a) * high).clamp(min=0) / (
         a - 1
     )

@@ -48,8 +48,8 @@ from dpcompanion._types import Numbers
 from dpcompanion.accounting import inclusion_bound, pld
 from dpcompanion.accounting.runs import checked_run
 
-#: By how much of itself the best true positive rate may come out too large: false-positive rates from 1e-15 on,
-#: composed runs.
+#: By how much of itself the best true positive rate may come out too large: false-positive rates
+#: from 1e-15 on, composed runs.
 TOLERANCE = 1e-3
 
 _DELTAS = (1e-2, 1e-5, 1e-8, 1e-11, 1e-14)  # where the composed losses are accurate
@@ -87,8 +87,7 @@ def trade_off(
 
     Returns:
         A float in [0, 1], or a float64 tensor of the common shape where an argument is no number. 1
-        minus the rate
-        where there are no steps, 0 where there is no noise.
+        minus the rate where there are no steps, 0 where there is no noise.
 
     Raises:
         ValueError: an argument outside its range, shapes that do not broadcast, or a run of so many
@@ -130,7 +129,7 @@ def best_true_positive_rate(
         noise_multiplier: standard deviation of the noise over the clip norm, at least 0.
         steps: number of steps, a whole number from 0 to 1e12.
         false_positive_rate: in [0, 1]. The four are numbers, or tensors or sequences that
-        broadcast.
+            broadcast.
 
     Returns:
         A float in [0, 1], or a float64 tensor of the common shape where an argument is no number.
@@ -282,8 +281,7 @@ def _composed_curve(sample_rate, noise_multiplier, steps, least):
             torch.logspace(math.log10(last) - 8, math.log10(last), _NODES, dtype=torch.float64),
         )
     )
-    # Every loss bounds delta everywhere: the best counts in each direction, the worse of the
-    # directions.
+    # Every loss bounds delta everywhere: the best counts in each direction, the worse of them.
     removed, added = (
         torch.stack([log_deltas_of(loss, epsilons) for loss in composed[direction]]).amin(0)
         for direction in ("remove", "add")

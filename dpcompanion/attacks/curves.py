@@ -1,6 +1,4 @@
-"""How well scores tell members from nonmembers: ROC curves, the area below them, and one point of
-them.
-"""
+"""How well scores tell members from nonmembers: ROC curves, their area, and one point of them."""
 
 import math
 import typing
@@ -47,8 +45,7 @@ def roc(members: Array, nonmembers: Array) -> Rates:
 
 
 def auc(members: Array, nonmembers: Array, *, confidence: float = 0.95) -> Interval:
-    """The area under the ROC curve, the chance that a member scores above a nonmember, with
-    DeLong's interval.
+    """Area under the ROC curve, how often members score above nonmembers, with DeLong's interval.
 
     DeLong's variance is too small, down to 0, where scores are few or nearly all of one side lie
     above the other's. With k scores on the smaller side the true one is at most area (1 - area) /
@@ -58,7 +55,7 @@ def auc(members: Array, nonmembers: Array, *, confidence: float = 0.95) -> Inter
 
     Args:
         members, nonmembers: (k,) and (m,) scores, larger for members, one at least of each and none
-        of them NaN.
+            of them NaN.
         confidence: of the two-sided interval, in (0, 1).
 
     Returns `Interval`, (value, low, high).
@@ -83,10 +80,8 @@ def auc(members: Array, nonmembers: Array, *, confidence: float = 0.95) -> Inter
 
     placed, passed = below(members, nonmembers), below(nonmembers, members)
     variance = sum(float(part.var()) / len(part) for part in (placed, passed) if len(part) > 1)
-    value, reach = (
-        float(placed.mean()),
-        float(special.ndtri((1 + confidence) / 2)) * math.sqrt(variance),
-    )
+    value = float(placed.mean())
+    reach = float(special.ndtri((1 + confidence) / 2)) * math.sqrt(variance)
     low, high = max(0.0, value - reach), min(1.0, value + reach)
     trials = min(len(members), len(nonmembers))
     above, below_it = value * trials, (1 - value) * trials
@@ -107,7 +102,7 @@ def tpr_at_fpr(
 
     Args:
         members, nonmembers: (k,) and (m,) scores, larger for members, one at least of each and none
-        of them NaN.
+            of them NaN.
         fpr: the largest false positive rate, in [0, 1).
         confidence: of the two-sided interval, in (0, 1).
 

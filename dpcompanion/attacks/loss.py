@@ -11,9 +11,7 @@ from dpcompanion.attacks.rates import clopper_pearson
 
 
 class LossThreshold(typing.NamedTuple):
-    """A loss-threshold attack: the threshold, its success on fresh examples, and on those that
-    chose it.
-    """
+    """A loss-threshold attack: the threshold, its success on fresh examples, and on its own."""
 
     threshold: float
     success: Interval
@@ -37,10 +35,10 @@ def loss_threshold_attack(
 
     Args:
         members, nonmembers: (k,) and (m,) losses of examples in and out of the training data, at
-        least 2 each.
+            least 2 each.
         generator: a torch.Generator for the draws.
         confidence: of the two-sided interval of Clopper and Pearson; it is about other examples,
-        not other models.
+            not other models.
 
     >>> losses = torch.rand(2, 1000, generator=torch.Generator().manual_seed(0))
     >>> found = loss_threshold_attack(

@@ -8,8 +8,7 @@ from dpcompanion import _checks
 
 
 def low_bits_tell(releases: torch.Tensor, canary: float) -> torch.Tensor:
-    """Whether each release holds the canary, by the low bits of numbers near 0 alone (after Mironov
-    2012).
+    """Whether each release holds the canary, by low bits of numbers near 0 (after Mironov 2012).
 
     A float near 0 has bits far below those of a float near the canary. So canary + float noise that
     lands near 0 is a multiple of what floats near the canary are multiples of; noise that is near 0

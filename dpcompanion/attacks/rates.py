@@ -41,7 +41,7 @@ def clopper_pearson(
 
     Raises:
         ValueError: no trial, successes beyond the trials, counts that are not whole, or a
-        confidence outside (0, 1).
+            confidence outside (0, 1).
 
     Source: Clopper and Pearson 1934.
 
@@ -100,7 +100,7 @@ def epsilon_lower_bound(
 
     Args:
         true_positives, positives: right guesses among the trials of the first data set; numbers or
-        tensors.
+            tensors.
         false_positives, negatives: wrong guesses among the trials of the second.
         delta: in [0, 1).
         confidence: that the true epsilon is not below the result, for each entry by itself. A bound
@@ -153,7 +153,7 @@ def mu_lower_bound(
 
     Args:
         true_positives, positives: right guesses among the trials of the first data set; numbers or
-        tensors.
+            tensors.
         false_positives, negatives: wrong guesses among the trials of the second.
         confidence: that the true mu is not below the result, for each entry by itself. A bound on
             each of the two rates enters, and they share it equally.
@@ -172,9 +172,7 @@ def mu_lower_bound(
 
 
 def _rates(true_positives, positives, false_positives, negatives, confidence):
-    """The least rate of right guesses and the greatest of wrong ones, which hold together with the
-    confidence.
-    """
+    """The least rate of right guesses and the greatest of wrong ones, jointly at the confidence."""
     _checks.in_interval("confidence", confidence, 0, 1, closed="neither")
     each = (1 + confidence) / 2
     bounds = (

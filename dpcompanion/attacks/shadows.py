@@ -11,8 +11,7 @@ from dpcompanion import _checks
 
 
 def log_odds(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    r"""ln(p / (1 - p)) of the true class, (..., n), from logits (..., n, classes): the score that
-    LiRA needs.
+    r"""ln(p / (1 - p)) of the true class, (..., n), from logits (..., n, classes): LiRA's score.
 
     A logit by itself is not enough: adding a constant to all logits of an example changes no
     prediction.
@@ -20,13 +19,13 @@ def log_odds(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     Args:
         logits: (..., n, classes), of a floating type.
         labels: the true classes, whole numbers from 0 to classes - 1, of a shape that expands to
-        (..., n).
+            (..., n).
 
     Returns (..., n), of the type of the logits; inf where there is one class only.
 
     Raises:
         RuntimeError: labels that are not whole, outside their range, or of a shape that does not
-        expand.
+            expand.
 
     >>> log_odds(torch.tensor([[2.0, 0.0]]), torch.tensor([0]))
     tensor([2.])
@@ -64,8 +63,7 @@ def shadow_masks(models: int, n: int, *, generator: torch.Generator) -> torch.Te
 def lira(
     targets: torch.Tensor, shadows: torch.Tensor, masks: torch.Tensor, *, variance: str = "each"
 ) -> torch.Tensor:
-    """The log-likelihood ratio of LiRA: how much likelier a target's score is if the example was in
-    its data.
+    """The log-likelihood ratio of LiRA: how much likelier a target's score is with the example.
 
     Args:
         targets: (..., n) scores under one or more target models.
@@ -169,6 +167,6 @@ def _check_scores(targets, shadows, masks, variance):
         if not scores.is_floating_point() or not bool(scores.isfinite().all()):
             raise ValueError(
                 f"{name} must be finite floats, got {scores.dtype} with "
-                f"{int((~scores.isfinite()).sum())} that are not "
-                "finite; where a probability was rounded to 1, take log_odds(logits, labels)"
+                f"{int((~scores.isfinite()).sum())} that are not finite; where a probability was "
+                "rounded to 1, take log_odds(logits, labels)"
             )

@@ -1,5 +1,4 @@
-r"""Audits in one run: lower bounds on epsilon from a single training, for all examples and for each
-group.
+r"""Audits in one run: lower bounds on epsilon from a single training, for all and for each group.
 
 Among the examples, m are canaries. A fair coin for each decides whether it takes part. The training
 runs once; an auditor scores every canary, calls the r/2 with the largest scores in and the r/2 with
@@ -29,9 +28,10 @@ and averaged over j, with p_i = P(V = i) and T = {t, ..., r},
 .. math::
     \frac1m \sum_{i \ge t} i\, p_i \le F\Big(\frac1m \sum_{i \ge t} (r - i + 1)\, p_{i - 1}\Big).
 
-If P(V >= v) were as large as 1 - confidence, these inequalities would bound P(V >= t) from below for t = v - 1, v - 2,
-... in turn; where a bound exceeds 1, F is refuted.  F may be that of a Gaussian with shift mu (`one_run_mu`), or
-what a plan claims (`PlanCurve`), at all its pairs of epsilon and delta together.
+If P(V >= v) were as large as 1 - confidence, these inequalities would bound P(V >= t) from below
+for t = v - 1, v - 2, ... in turn; where a bound exceeds 1, F is refuted.  F may be that of a
+Gaussian with shift mu (`one_run_mu`), or what a plan claims (`PlanCurve`), at all its pairs of
+epsilon and delta together.
 
 A bound below a claim proves nothing. One above it refutes the claim: the account, the code or an
 assumption is wrong. **Which faults it finds** depends on the canaries. With gradients at right

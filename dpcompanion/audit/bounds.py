@@ -259,6 +259,28 @@ class Finding:
     refuted: bool | None
 
 
+def _members(included, groups):
+    """{label: the places of its canaries}, in the order of the labels; without groups none."""
+    if groups is None:
+        return {}
+    labels = groups.tolist() if isinstance(groups, torch.Tensor) else list(groups)
+    _checks.same_length(included=included, groups=labels)
+    if bad := [label for label in labels if label != label or label == "all"]:
+        raise ValueError(
+            f"groups must not hold NaN, nor 'all', which stands for all, got {bad[0]!r}"
+        )
+    try:
+        distinct = sorted(set(labels))
+    except TypeError as error:
+        raise ValueError(
+            f"groups must be labels of one kind, numbers or texts, but: {error}"
+        ) from None
+    return {
+        label: torch.tensor([i for i, own in enumerate(labels) if own == label])
+        for label in distinct
+    }
+
+
 def audit_scores(
     scores: Array,
     included: Array,
@@ -293,9 +315,8 @@ def audit_scores(
 
     >>> included = random_inclusion(1000, torch.Generator().manual_seed(0))
     >>> noise = torch.randn(1000, generator=torch.Generator().manual_seed(1))
-    >>> found = audit_scores(included + 0.5 * noise, included, delta=1e-5)[
-    ...     "all"
-    ... ]  # a Gaussian with mu = 2
+    >>> scores = included + 0.5 * noise  # a Gaussian with mu = 2
+    >>> found = audit_scores(scores, included, delta=1e-5)["all"]
     >>> found.guesses, found.correct, round(found.epsilon, 2), round(found.mu, 2)
     (200, 197, 3.08, 1.11)
     """
@@ -313,24 +334,7 @@ def audit_scores(
             f"{tuple(scores.shape)} and {included.dtype} of shape {tuple(included.shape)}"
         )
     scores = scores.reshape(-1, len(included))
-    members = {"all": torch.arange(len(included))}
-    if groups is not None:
-        labels = groups.tolist() if isinstance(groups, torch.Tensor) else list(groups)
-        _checks.same_length(included=included, groups=labels)
-        if bad := [label for label in labels if label != label or label == "all"]:
-            raise ValueError(
-                f"groups must not hold NaN, nor 'all', which stands for all, got {bad[0]!r}"
-            )
-        try:
-            distinct = sorted(set(labels))
-        except TypeError as error:
-            raise ValueError(
-                f"groups must be labels of one kind, numbers or texts, but: {error}"
-            ) from None
-        members |= {
-            label: torch.tensor([i for i, own in enumerate(labels) if own == label])
-            for label in distinct
-        }
+    members = {"all": torch.arange(len(included))} | _members(included, groups)
     claims = claims or {}
     for label, claim in claims.items():
         _checks.one_of("claims", label, members)

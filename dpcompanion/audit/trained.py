@@ -39,14 +39,16 @@ def audit_training(
     with what came beyond that mean. In a second attack it solves for all coins together, by ridge
     regression on the same, which takes the canaries out of each other's way.
 
+    Many arguments, since a run, its canaries and the bounds have options of their own.
+
     Args:
         model: a module that treats examples one by one; it is trained, with about half of the
-        canaries.
+            canaries.
         loss: (outputs, targets) -> (n,), such as `cross_entropy`.
         data: (x, y), tensors of plan.n examples each; no data set with items, which `train` takes.
         plan: a `DPSGDPlan`, whose claim is tested.
         optimizer: any torch.optim optimizer of all the model's trainable parameters that needs no
-        closure.
+            closure.
         canaries: indices of the examples that are; by default 1,000 at random, or all. Examples in
             the data themselves, or rows that were put there for the audit (`make_canaries`).
         groups: (n,) labels of the examples, such as budgets or deciles of individual epsilon.
@@ -58,9 +60,8 @@ def audit_training(
 
     Returns:
         {label: `Finding`}, with whether the plan's claim is refuted; memory: a gradient for each
-        canary, and for
-        the second attack the products of all pairs, for which a step takes canaries^2 x parameters
-        multiplications.
+        canary, and for the second attack the products of all pairs, for which a step takes
+        canaries^2 x parameters multiplications.
 
     Raises:
         ValueError: canaries that are not different indices of examples, data that are no two
@@ -218,11 +219,9 @@ class _Observer:
         return {"scores": self.scores, "products": self.products, "included": self.included}
 
     def load_state_dict(self, state):
-        self.scores, self.products, self.included = (
-            state["scores"],
-            state["products"],
-            state["included"],
-        )
+        self.scores = state["scores"]
+        self.products = state["products"]
+        self.included = state["included"]
 
 
 class Canaries(NamedTuple):

@@ -1,6 +1,4 @@
-"""What is publicly known of each set: classes, columns, moments, where its files come from, and
-their checksums.
-"""
+"""What is publicly known of each set: classes, columns, moments, origins and checksums of files."""
 
 DIGITS = tuple("0123456789")
 CIFAR10_CLASSES = (
@@ -46,8 +44,7 @@ LANGUAGES = (
     "Vietnamese",
 )
 
-# Per-channel (mean, sd) that other work printed long ago and everyone uses: public, not estimated
-# here.
+# Per-channel (mean, sd) that other work printed long ago and everyone uses: public, no estimates.
 PUBLIC_MOMENTS = {
     "mnist": ((0.1307,), (0.3081,)),
     "mnist-5k": ((0.1307,), (0.3081,)),
@@ -56,32 +53,31 @@ PUBLIC_MOMENTS = {
     "utkface": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # ImageNet's
 }
 
-# The documented columns of UCI Adult; a categorical one lists its documented values, "?" (missing)
-# first.
+# The documented columns of UCI Adult; a categorical one lists its values, "?" (missing) first.
 ADULT_COLUMNS = {
     "age": None,
-    "workclass": "? Federal-gov Local-gov Never-worked Private Self-emp-inc Self-emp-not-inc State-gov Without-pay",
+    "workclass": "? Federal-gov Local-gov Never-worked Private Self-emp-inc Self-emp-not-inc"
+    " State-gov Without-pay",
     "fnlwgt": None,
-    "education": "10th 11th 12th 1st-4th 5th-6th 7th-8th 9th Assoc-acdm Assoc-voc Bachelors Doctorate HS-grad Masters"
-    " Preschool Prof-school Some-college",
+    "education": "10th 11th 12th 1st-4th 5th-6th 7th-8th 9th Assoc-acdm Assoc-voc Bachelors"
+    " Doctorate HS-grad Masters Preschool Prof-school Some-college",
     "education-num": None,
-    "marital-status": "Divorced Married-AF-spouse Married-civ-spouse Married-spouse-absent Never-married Separated"
-    " Widowed",
-    "occupation": "? Adm-clerical Armed-Forces Craft-repair Exec-managerial Farming-fishing Handlers-cleaners"
-    " Machine-op-inspct Other-service Priv-house-serv Prof-specialty Protective-serv Sales "
-    "Tech-support"
-    " Transport-moving",
+    "marital-status": "Divorced Married-AF-spouse Married-civ-spouse Married-spouse-absent"
+    " Never-married Separated Widowed",
+    "occupation": "? Adm-clerical Armed-Forces Craft-repair Exec-managerial Farming-fishing"
+    " Handlers-cleaners Machine-op-inspct Other-service Priv-house-serv Prof-specialty"
+    " Protective-serv Sales Tech-support Transport-moving",
     "relationship": "Husband Not-in-family Other-relative Own-child Unmarried Wife",
     "race": "Amer-Indian-Eskimo Asian-Pac-Islander Black Other White",
     "sex": "Female Male",
     "capital-gain": None,
     "capital-loss": None,
     "hours-per-week": None,
-    "native-country": "? Cambodia Canada China Columbia Cuba Dominican-Republic Ecuador El-Salvador England France"
-    " Germany Greece Guatemala Haiti Holand-Netherlands Honduras Hong Hungary India Iran Ireland"
-    " Italy Jamaica Japan Laos Mexico Nicaragua Outlying-US(Guam-USVI-etc) Peru Philippines Poland"
-    " Portugal Puerto-Rico Scotland South Taiwan Thailand Trinadad&Tobago United-States Vietnam"
-    " Yugoslavia",
+    "native-country": "? Cambodia Canada China Columbia Cuba Dominican-Republic Ecuador El-Salvador"
+    " England France Germany Greece Guatemala Haiti Holand-Netherlands Honduras Hong Hungary India"
+    " Iran Ireland Italy Jamaica Japan Laos Mexico Nicaragua Outlying-US(Guam-USVI-etc) Peru"
+    " Philippines Poland Portugal Puerto-Rico Scotland South Taiwan Thailand Trinadad&Tobago"
+    " United-States Vietnam Yugoslavia",
 }
 ADULT_COLUMNS = {
     column: values and tuple(values.split()) for column, values in ADULT_COLUMNS.items()
@@ -103,18 +99,22 @@ COVERTYPE_COLUMNS = (
 )
 
 HOW_TO_GET = {
-    "mnist": "put the four original files into MNIST/raw/ (train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz,"
-    " t10k-images-idx3-ubyte.gz, t10k-labels-idx1-ubyte.gz), or mnist.npz",
-    "cifar10": "unpack cifar-10-python.tar.gz of https://www.cs.toronto.edu/~kriz/cifar.html (cifar-10-batches-py/),"
-    " or put cifar10.npz there",
-    "svhn": "put train_32x32.mat and test_32x32.mat of http://ufldl.stanford.edu/housenumbers there, or svhn.npz",
-    "adult": "put adult.data and adult.test of https://archive.ics.uci.edu/dataset/2/adult into adult/",
-    "covertype": "put covtype.data.gz of https://archive.ics.uci.edu/dataset/31/covertype into covtype/",
-    "utkface": "put utkface.npz there, with arrays x (n, height, width, 3) uint8, age, gender (0 male, 1 female) and"
-    " race (0 White, 1 Black, 2 Asian, 3 Indian, 4 Other), made from "
-    "https://susanqq.github.io/UTKFace",
-    "surnames": "put names.tsv there: a header `name<TAB>language`, then one line for each name of data/names/*.txt in"
-    " https://github.com/spro/practical-pytorch",
+    "mnist": "put the four original files into MNIST/raw/ (train-images-idx3-ubyte.gz,"
+    " train-labels-idx1-ubyte.gz, t10k-images-idx3-ubyte.gz, t10k-labels-idx1-ubyte.gz),"
+    " or mnist.npz",
+    "cifar10": "unpack cifar-10-python.tar.gz of https://www.cs.toronto.edu/~kriz/cifar.html"
+    " (cifar-10-batches-py/), or put cifar10.npz there",
+    "svhn": "put train_32x32.mat and test_32x32.mat of http://ufldl.stanford.edu/housenumbers"
+    " there, or svhn.npz",
+    "adult": "put adult.data and adult.test of https://archive.ics.uci.edu/dataset/2/adult"
+    " into adult/",
+    "covertype": "put covtype.data.gz of https://archive.ics.uci.edu/dataset/31/covertype"
+    " into covtype/",
+    "utkface": "put utkface.npz there, with arrays x (n, height, width, 3) uint8, age, gender"
+    " (0 male, 1 female) and race (0 White, 1 Black, 2 Asian, 3 Indian, 4 Other), made from"
+    " https://susanqq.github.io/UTKFace",
+    "surnames": "put names.tsv there: a header `name<TAB>language`, then one line for each name of"
+    " data/names/*.txt in https://github.com/spro/practical-pytorch",
     "imdb": "put imdb.tsv there: lines `split<TAB>label<TAB>number<TAB>stars<TAB>text` made from"
     " https://ai.stanford.edu/~amaas/data/sentiment",
 }

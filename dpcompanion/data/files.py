@@ -1,6 +1,4 @@
-"""Files from outside: found, checked by checksum, parsed without pickle; and how they are
-downloaded.
-"""
+"""Files from outside: found, checked by checksum, parsed without pickle, and downloaded."""
 
 import codecs
 import contextlib
@@ -120,8 +118,7 @@ def select_split(raw, split):
 
 
 def _stratified(labels):
-    """Indices of a train and a test part: a fifth of each class is for the test, and both are in a
-    shuffled order.
+    """Indices of a train and a test part, shuffled: a fifth of each class is for the test.
 
     numpy promises that a RandomState's stream never changes, which it does not for its newer
     generators.
@@ -153,9 +150,7 @@ def damaged_file(path, why):
 
 
 def first_file(folder, *candidates):
-    """The first of the candidate paths that exists in the folder, also compressed; None where none
-    does.
-    """
+    """The first of the candidate paths that exists in the folder, also compressed; or None."""
     for candidate in candidates:
         for suffix in ("", ".gz", ".xz"):
             if (path := folder / (candidate + suffix)).is_file():
@@ -164,9 +159,7 @@ def first_file(folder, *candidates):
 
 
 def existing(found: _Found | None) -> _Found:
-    """What was looked for: a data set is read once all its files are found, and goes missing after
-    that alone.
-    """
+    """What was looked for: a set is read once all files are found, and missing only after that."""
     if found is None:
         raise FileNotFoundError("a file of the data set went missing while it was read")
     return found
@@ -192,9 +185,7 @@ def any_of(*finders):
 
 
 def content_of(path, verify, name=None):
-    """The decompressed bytes of a file, checked against the checksum known for its name, or for the
-    `name` given.
-    """
+    """The decompressed bytes of a file, checked against the checksum of its name, or of `name`."""
     openers = {".gz": gzip.open, ".xz": lzma.open}
     try:
         with openers.get(path.suffix, open)(path, "rb") as file:
@@ -282,9 +273,7 @@ def lines_of(path, verify, name):
 
 
 def download_files(name, folder):
-    """Try to fetch a data set from its publisher; returns what to add to the message if that did
-    not help.
-    """
+    """Try to fetch a data set from its publisher; returns what to add to the message if in vain."""
     try:
         if name in ("mnist", "cifar10", "svhn"):
             # torchvision announces what it does on stdout, which belongs to the caller.

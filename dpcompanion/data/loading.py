@@ -24,7 +24,7 @@ class Dataset:
     Attributes:
         name, split: what was asked for.
         features: a tensor, (n, channels, height, width) or (n, columns); for text a tuple of n
-        strings.
+            strings.
         labels: (n,) int64.
         classes: the name of each class number; empty where the label is a plain number (ages).
         columns: the name of each column of a table, empty otherwise.
@@ -32,7 +32,7 @@ class Dataset:
         attributes: further (n,) tensors, such as `age`, `gender` and `race` of utkface.
         source: which files it came from.
         sha256: of the raw features, labels and attributes of this split, whatever the dtype asked
-        for.
+            for.
         verified: whether the files were checked against known checksums.
     """
 
@@ -56,8 +56,7 @@ class Dataset:
         return len(self.classes)
 
     def normalized(self) -> "Dataset":
-        """The same split with (x - mean) / sd for each channel, by constants that are public
-        (`PUBLIC_MOMENTS`).
+        """The same split with (x - mean) / sd a channel, by public constants (`PUBLIC_MOMENTS`).
 
         Raises ValueError for a set that has none: statistics of private data would have to be paid
         for.
@@ -89,9 +88,7 @@ class Dataset:
 
 
 def data_folder(root: str | os.PathLike[str] | None = None) -> pathlib.Path:
-    """The folder that data sets live in: `root`, else `DPCOMPANION_DATA`, else
-    `~/.cache/dpcompanion`.
-    """
+    """The folder of data sets: `root`, else `DPCOMPANION_DATA`, else `~/.cache/dpcompanion`."""
     return pathlib.Path(
         root or os.environ.get("DPCOMPANION_DATA") or "~/.cache/dpcompanion"
     ).expanduser()
@@ -182,8 +179,7 @@ def load(
 
 
 def byte_tokens(texts: Sequence[str], *, length: int = 20) -> torch.Tensor:
-    """Each text's last `length` bytes in UTF-8, with marks of start and end, as numbers: (n,
-    length) int64.
+    """Each text's last `length` bytes in UTF-8, with marks of start and end: (n, length) int64.
 
     0 fills up on the left, 1 and 2 are the marks, 3 + b is the byte b: 259 tokens in all.
 
@@ -208,10 +204,8 @@ def word_tokens(texts: Sequence[str], *, tokens: int = 30_000, length: int = 256
     >>> word_tokens(["A film. A <br />good one", ""], tokens=100, length=5).tolist()
     [[46, 96, 46, 96, 81], [0, 0, 0, 0, 0]]
     """
-    tokens, length = (
-        _checks.whole_number("tokens", tokens, 2),
-        _checks.whole_number("length", length, 1),
-    )
+    tokens = _checks.whole_number("tokens", tokens, 2)
+    length = _checks.whole_number("length", length, 1)
     found = np.zeros((len(texts), length), dtype=np.int64)
     for row, text in zip(found, texts):
         words = re.findall(r"[\w']+", text.replace("<br />", " ").lower())[:length]

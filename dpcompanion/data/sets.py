@@ -172,9 +172,8 @@ def _read_svhn(folder, verify):
         try:
             matrix = scipy.io.loadmat(io.BytesIO(content))
             images = checked_images(path, matrix["X"].transpose(3, 0, 1, 2))
-            labels = (
-                matrix["y"].reshape(-1).astype(np.int64) % 10
-            )  # the files call the digit 0 "10"
+            # The files call the digit 0 "10".
+            labels = matrix["y"].reshape(-1).astype(np.int64) % 10
         except ValueError:
             raise
         except Exception as error:

@@ -1,6 +1,4 @@
-"""Steps that were taken; Opacus's checkpoints save and load them, with all that is needed to go
-on.
-"""
+"""Steps that were taken; Opacus's checkpoints save and load them, with all it takes to go on."""
 
 import math
 import warnings
@@ -57,9 +55,7 @@ class Accountant(IAccountant):
             )
 
     def look(self):
-        """Say what of the steps so far was left unasked
-        (`dpcompanion.engine.optimizers.Following.look`).
-        """
+        """Say what of the steps so far was left unasked (`engine.optimizers.Following.look`)."""
         if self.follower is not None:
             self.follower.look()
 
@@ -82,8 +78,7 @@ class Accountant(IAccountant):
         if self.trusts_loss:
             said.append(
                 "It takes on trust that the loss of the training loop was made of losses of which "
-                "each depends on one "
-                "example; if one did not, no epsilon holds."
+                "each depends on one example; if one did not, no epsilon holds."
             )
         return " ".join(said)
 
@@ -142,21 +137,18 @@ class Accountant(IAccountant):
         ):
             raise ValueError(
                 "state_dict must come from a run with the same budgets, loader, epochs and "
-                "accountant: "
-                "make the engine private in the same way before loading"
+                "accountant: make the engine private in the same way before loading"
             )
         steps = _checks.whole_number("steps", state["steps"], 0)
         if steps > self.planned:
             raise ValueError(
                 f"state_dict must be of a run of at most the {self.planned} steps that the budgets "
-                "were made for, got "
-                f"one of {steps}"
+                f"were made for, got one of {steps}"
             )
         if steps < self.steps:
             raise ValueError(
                 f"state_dict must not be earlier than this run, which has taken {self.steps} steps "
-                "that "
-                f"stay spent, got one of {steps}"
+                f"that stay spent, got one of {steps}"
             )
         if state.get("origin") != self.origin:
             raise ValueError(

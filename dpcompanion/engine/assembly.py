@@ -22,14 +22,12 @@ from dpcompanion.training import distributed
 
 
 def _rearranged(rearrange, *, module, **options):
-    """As Opacus does, which takes what a layer noted of a batch from an empty list after a pass in
-    evaluation mode.
-    """
+    """As Opacus does, whose notes of a layer are an empty list after a pass in evaluation mode."""
     if not getattr(module, "activations", None):
         raise ValueError(
             "module must be in training mode in the forward pass of each backward pass, but "
-            f"{type(module).__name__} "
-            "was in evaluation mode, or went back twice: call module.train() first"
+            f"{type(module).__name__} was in evaluation mode, or went back twice: call "
+            "module.train() first"
         )
     return rearrange(module=module, **options)
 
@@ -79,7 +77,10 @@ def assemble(
     settings,
     units,
 ):
-    """What the caller gets; from here on the accountant follows the new optimizer."""
+    """What the caller gets; from here on the accountant follows the new optimizer.
+
+    Many arguments, since all that the engine's `make_private_with_...` make comes together here.
+    """
     sampling, noise = streams
     rates, ghost = engine.sample_rates.clone(), grad_sample_mode == "ghost"
     loss_reduction = settings.loss_reduction
@@ -91,10 +92,8 @@ def assemble(
     engine.dataset, original = data_loader.dataset, module
     module = _prepared(engine, module, settings, grad_sample_mode, max_grad_norm)
     shards = shards_of(module, noted, draws, distributed.current())
-    optimizer = getattr(optimizer, "original_optimizer", optimizer)
-    kind = GhostOptimizer if ghost else HooksOptimizer
-    optimizer = kind(
-        optimizer,
+    optimizer = (GhostOptimizer if ghost else HooksOptimizer)(
+        getattr(optimizer, "original_optimizer", optimizer),
         noise_multiplier=noise_multiplier,
         max_grad_norm=max_grad_norm,
         expected_batch_size=float(rates.sum()),  # pyright: ignore[reportArgumentType] (Opacus divides by it)
@@ -142,9 +141,15 @@ def assemble(
     optimizer.choice = choice
     optimizer.shares = None if shares is None else [shares[p] for p in optimizer.params]
     loader = private_loader(data_loader, noted, draws, settings.batch_first)
+    criterion = _criterion_of(criterion, module, optimizer, watch, loss_reduction)
+    return (module, optimizer, *criterion, loader)
+
+
+def _criterion_of(criterion, module, optimizer, watch, loss_reduction):
+    """What the caller gets of a criterion: nothing without one, but in ghost mode always one."""
     if isinstance(optimizer, GhostOptimizer):
         criterion = torch.nn.CrossEntropyLoss() if criterion is None else criterion
-        return module, optimizer, optimizer.clips(module, criterion, loss_reduction), loader
+        return (optimizer.clips(module, criterion, loss_reduction),)
     if criterion is None:
-        return module, optimizer, loader
-    return module, optimizer, PerExampleCriterion(criterion, watch, loss_reduction), loader
+        return ()
+    return (PerExampleCriterion(criterion, watch, loss_reduction),)

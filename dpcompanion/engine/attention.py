@@ -1,5 +1,4 @@
-r"""Attention whose weights lie in layers that Opacus sees: `torch.nn.MultiheadAttention`, weight by
-weight.
+r"""Attention in layers that Opacus sees: `torch.nn.MultiheadAttention`, weight by weight.
 
 .. math:: \mathrm{head}_j = \mathrm{softmax}\Bigl(\tfrac{Q_j K_j^\top}{\sqrt{d}} + M\Bigr) V_j,
     \qquad \mathrm{out} = W_o\,[\mathrm{head}_1, \dots, \mathrm{head}_h] + b_o
@@ -27,8 +26,7 @@ from dpcompanion._types import Device
 
 
 class MultiheadAttention(nn.Module):
-    """`torch.nn.MultiheadAttention` for private training: the same arguments, outputs and
-    state_dict.
+    """`torch.nn.MultiheadAttention` for private training: same arguments, outputs and state_dict.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
@@ -51,8 +49,7 @@ class MultiheadAttention(nn.Module):
     True
     """
 
-    # What PyTorch's Transformer layers ask for, before they take a path of their own past this
-    # layer.
+    # What PyTorch's Transformer layers ask for, before they take their own path past this layer.
     _qkv_same_embed_dim, in_proj_weight, in_proj_bias = False, None, None
 
     def __init__(
@@ -69,16 +66,15 @@ class MultiheadAttention(nn.Module):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ):
+        """Many arguments, since they are those of `torch.nn.MultiheadAttention`."""
         super().__init__()
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise ValueError(
                 f"embed_dim must be a multiple of num_heads = {num_heads}, got {embed_dim}"
             )
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
-        self.kdim, self.vdim = (
-            embed_dim if kdim is None else kdim,
-            embed_dim if vdim is None else vdim,
-        )
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
         self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
         made: Any = {"device": device, "dtype": dtype}
         self.q_proj, self.k_proj, self.v_proj = (
@@ -86,8 +82,7 @@ class MultiheadAttention(nn.Module):
             for width in (embed_dim, self.kdim, self.vdim)
         )
         self.out_proj = RNNLinear(embed_dim, embed_dim, bias=bias).to(**made)
-        # A row that is the same for everybody, as a layer: what goes into it is a 1 for each
-        # example.
+        # A row that is the same for everybody, as a layer: its input is a 1 for each example.
         self.bias_k, self.bias_v = (
             RNNLinear(1, embed_dim, bias=False).to(**made) if add_bias_kv else None
             for _ in range(2)
@@ -101,9 +96,7 @@ class MultiheadAttention(nn.Module):
 
     @classmethod
     def of(cls, layer: Any) -> "MultiheadAttention":
-        """The layer that computes what a `torch.nn.MultiheadAttention` does, with copies of its
-        weights.
-        """
+        """The layer for a `torch.nn.MultiheadAttention`, with copies of its weights."""
         made = cls(
             layer.embed_dim,
             layer.num_heads,
@@ -136,12 +129,12 @@ class MultiheadAttention(nn.Module):
 
         Args:
             query, key, value: (L, N, embed_dim), (S, N, kdim) and (S, N, vdim); N first with
-            batch_first.
+                batch_first.
             key_padding_mask: (N, S), true (or -inf) where a key is left out.
             attn_mask: (L, S) or (N num_heads, L, S), true where attention is left out, or numbers
-            to add.
+                to add.
             average_attn_weights: whether the weights are those of the mean head, (N, L, S), or (N,
-            num_heads, L, S).
+                num_heads, L, S).
             is_causal: says that `attn_mask`, which must be given, is causal.
         """
         for name, t in (("query", query), ("key", key), ("value", value)):
@@ -182,9 +175,7 @@ class MultiheadAttention(nn.Module):
         return out if self.batch_first else out.transpose(0, 1), weights
 
     def _mask(self, attn_mask, key_padding_mask, q, k):
-        """What is added to the scores, (N or 1, heads or 1, L or 1, S); None if nothing is
-        masked.
-        """
+        """What is added to the scores, (N or 1, heads or 1, L or 1, S); None without masks."""
         n, length, keys = len(q), q.shape[1], k.shape[1]
         total = None
         if attn_mask is not None:
@@ -225,9 +216,7 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def _names(module):
-    """Of the three projections' weights in PyTorch's layer; None where they are one tensor
-    there.
-    """
+    """Of the three projections' weights in PyTorch's layer; None where they are one tensor."""
     same = module.kdim == module.vdim == module.embed_dim
     return None if same else [f"{name}_weight" for name in _PROJECTIONS]
 

@@ -97,15 +97,11 @@ class FixedBudgets:
         )
 
     def statement(self, steps):
-        """What the epsilons after so many steps are about; before the first, those of all that are
-        planned.
-        """
+        """What the epsilons after so many steps are about; before the first, all planned ones."""
         return self.plan(steps).statement(steps=steps or None)
 
     def promise(self, steps):
-        """The epsilons that `statement` is about, in words: no larger than the budgets, by
-        calibration.
-        """
+        """The epsilons of `statement`, in words: no larger than the budgets, by calibration."""
         found = (
             self._budgets
             if steps in (0, self.planned)
@@ -140,8 +136,7 @@ def _one_if_alike(values):
 
 
 class FilteredBudgets:
-    """A filter that charges every example for each step, at the norm of their gradient as it was
-    last measured.
+    """A filter that charges every example for each step, at its gradient's norm as last measured.
 
     The norms of a step are charged when its first gradients are clipped. They hold until a step is
     released: a draw that is left half way is charged once.

@@ -50,8 +50,7 @@ def clip_norms_of(max_grad_norm, clipping, module):
     if not isinstance(max_grad_norm, (list, tuple)) or len(max_grad_norm) != len(parameters):
         raise ValueError(
             f"max_grad_norm must be a list of {len(parameters)} norms with per-layer clipping, one "
-            "for each "
-            f"trainable parameter, got {max_grad_norm!r}"
+            f"for each trainable parameter, got {max_grad_norm!r}"
         )
     norms = [
         _checks.number("max_grad_norm", norm, 0, math.inf, closed="neither")
@@ -83,8 +82,7 @@ def check_loader(loader):
         )
         raise ValueError(
             f"data_loader must have no sampler of its own, got {type(culprit).__name__}: the "
-            "account "
-            "holds for independent draws at the budgets' rates only"
+            "account holds for independent draws at the budgets' rates only"
         )
     if getattr(loader.sampler, "replacement", False) or len(loader.sampler) != len(loader.dataset):
         raise ValueError(
@@ -114,10 +112,8 @@ def _check_order(loader):
         if same_items(collate(a, b), collate(b, a)) and not same_items(collate(a), collate(b)):
             raise ValueError(
                 "data_loader must have a collate_fn that keeps the order of the examples, got one "
-                "that "
-                "makes the same batch of two examples in either order: each gradient is clipped to "
-                "the "
-                "norm of the example in its place"
+                "that makes the same batch of two examples in either order: each gradient is "
+                "clipped to the norm of the example in its place"
             )
         alone = collate(a)
         # What changes at random, as words that are left out do, changes alone too.
@@ -126,10 +122,9 @@ def _check_order(loader):
         ):
             raise ValueError(
                 "data_loader must have a collate_fn that makes each row of one example, got one in "
-                "which a row changes "
-                "with the other examples of the batch, as by mixup or by a mean over the batch: "
-                "then no clip norm "
-                "bounds what one of them contributes; mix nothing, or within an example only"
+                "which a row changes with the other examples of the batch, as by mixup or by a "
+                "mean over the batch: then no clip norm bounds what one of them contributes; mix "
+                "nothing, or within an example only"
             )
 
 
@@ -148,10 +143,8 @@ def _changed_by(alone, together):
         first = last = both[:1]
         for axis, size in enumerate(own.shape[1:], 1):
             size = min(size, both.shape[axis])
-            first, last = (
-                first.narrow(axis, 0, size),
-                last.narrow(axis, both.shape[axis] - size, size),
-            )
+            first = first.narrow(axis, 0, size)
+            last = last.narrow(axis, both.shape[axis] - size, size)
         if first.shape == own.shape and not any(
             torch.allclose(part.double(), own.double(), rtol=1e-3, atol=1e-6, equal_nan=True)
             for part in (first, last)
@@ -225,8 +218,7 @@ class StateLeakGuard:
                 self._said = True
                 warnings.warn(
                     f"{what} of a private run was changed between two passes of the module: no "
-                    "budget covers what it "
-                    "tells of private data",
+                    "budget covers what it tells of private data",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -249,8 +241,7 @@ class StateLeakGuard:
         if self.spoilt is not False and bool(self.spoilt):
             raise ValueError(
                 "module must keep no statistics of its examples, but training changes a buffer, "
-                "which no noise covers; "
-                "the steps since were noise alone"
+                "which no noise covers; the steps since were noise alone"
             )
 
 
@@ -264,10 +255,9 @@ def _check_types(module, mode):
         if p.requires_grad and mode == "ghost" and p.element_size() < 4:
             raise ValueError(
                 f"module must have parameters of float32 or float64 in ghost mode, got {p.dtype} "
-                f"in {name!r}: its "
-                "gradients are added up in the type of the parameters, and rounded so one example "
-                "could move them by "
-                "more than the clip norm; use grad_sample_mode='hooks'"
+                f"in {name!r}: its gradients are added up in the type of the parameters, and "
+                "rounded so one example could move them by more than the clip norm; use "
+                "grad_sample_mode='hooks'"
             )
 
 
@@ -278,10 +268,8 @@ def _check_plain(module):
         if isinstance(part, torch.jit.ScriptModule) or kind == "OptimizedModule":
             raise ValueError(
                 f"module must be plain Python, got a {kind}{f' in {name!r}' if name else ''}, of "
-                "torch."
-                f"{'jit' if isinstance(part, torch.jit.ScriptModule) else 'compile'}, in which no "
-                "hook finds the "
-                "gradients of examples: give the module that it was made of"
+                f"torch.{'jit' if isinstance(part, torch.jit.ScriptModule) else 'compile'}, in "
+                "which no hook finds the gradients of examples: give the module that it was made of"
             )
 
 
@@ -305,8 +293,7 @@ def check_module(engine, module, optimizer, mode, ranks):
         )
         cure = (
             " A pretrained BatchNorm is taken in evaluation mode and with frozen weights, eval() "
-            "and "
-            "requires_grad_(False), after each module.train()."
+            "and requires_grad_(False), after each module.train()."
         )
         raise UnsupportedModuleError(
             f"module must compute each example by itself, but: {error}{cure if frozen else ''}"
@@ -314,18 +301,17 @@ def check_module(engine, module, optimizer, mode, ranks):
     check_layers(module, mode)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if held - {id(p) for p in module.parameters()}:
+        # What stands behind the colon are Opacus's words, for those who catch them.
         raise ValueError(
             "optimizer must hold parameters of the module only: Module parameters are different "
-            "than "
-            "optimizer Parameters"
-        )  # Opacus's words, for those who catch them
+            "than optimizer Parameters"
+        )
     if forgotten := [
         name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held
     ]:
         raise ValueError(
             f"optimizer must hold every trainable parameter of the module, but lacks {forgotten}: "
-            "their "
-            "gradients would be neither clipped nor noised; freeze them, or add them"
+            "their gradients would be neither clipped nor noised; freeze them, or add them"
         )
     if not trainable(module):
         raise ValueError("module must have a trainable parameter, got none")

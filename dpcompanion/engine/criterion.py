@@ -56,11 +56,11 @@ class Unreduced:
         else:
             losses = own(*args, **kwargs, **({"reduction": "none"} if self._keyword else {}))
         if not torch.is_tensor(losses) or not losses.ndim:
+            found = "one for the whole batch" if torch.is_tensor(losses) else type(losses).__name__
             raise ValueError(
                 "criterion must give one number an example when it is called without reduction, "
-                "(n,), got "
-                f"{'one for the whole batch' if torch.is_tensor(losses) else type(losses).__name__}: give it a "
-                "`reduction`, as torch.nn's losses have, or return the losses unreduced"
+                f"(n,), got {found}: give it a `reduction`, as torch.nn's losses have, or return "
+                "the losses unreduced"
             )
         if losses.ndim == 1:
             return losses
@@ -113,9 +113,7 @@ def _fixed(criterion, args, kwargs, n):
 
 
 class LossCompany:
-    """Whether an example's loss is its own: the same alone, in a part of the batch, and in another
-    order.
-    """
+    """Whether an example's loss is its own: alone, in a part of the batch, and in another order."""
 
     def __init__(self):
         self.calls = 0
@@ -139,10 +137,8 @@ class LossCompany:
         since the last call: the loop may have made it of the batch, and then an example moves the
         weight of the others.
         """
-        before, self._fixed = (
-            self._fixed,
-            None if self._fixed is None else _fixed(criterion, args, kwargs, n),
-        )
+        before = self._fixed
+        self._fixed = None if self._fixed is None else _fixed(criterion, args, kwargs, n)
         for what, value in (self._fixed or {}).items():
             old = before.get(what, value)
             if (
@@ -154,10 +150,8 @@ class LossCompany:
                 self._fixed = None
                 warnings.warn(
                     f"criterion must weigh every batch alike, but {what} has changed since the "
-                    "step before: if it is "
-                    "made of the batch, as weights of the classes in it, one example moves what "
-                    "others contribute and "
-                    "no epsilon holds",
+                    "step before: if it is made of the batch, as weights of the classes in it, one "
+                    "example moves what others contribute and no epsilon holds",
                     RuntimeWarning,
                     stacklevel=5,
                 )
@@ -170,11 +164,9 @@ class PerExampleCriterion:
     """
 
     def __init__(self, criterion, watch, loss_reduction):
-        self.criterion, self._watch, self.loss_reduction = (
-            Unreduced(criterion),
-            watch,
-            loss_reduction,
-        )
+        self.criterion = Unreduced(criterion)
+        self._watch = watch
+        self.loss_reduction = loss_reduction
         self._company = LossCompany()
 
     def __call__(self, *args, **kwargs):
@@ -195,9 +187,7 @@ class PerExampleCriterion:
             ) from error
 
     def note(self, args, kwargs, losses):
-        """What the backward pass must bring, and (the first times, and now and then) whose loss is
-        whose.
-        """
+        """What the backward pass must bring, and (at first, now and then) whose loss is whose."""
         note_call(self._watch, self.criterion, args, kwargs, losses, self.loss_reduction)
         self._company.check(self.criterion, args, kwargs, losses)
 
@@ -227,15 +217,13 @@ def note_call(watch, unreduced, args, kwargs, losses, loss_reduction):
     if not places or one is None:
         raise ValueError(
             "criterion must be called with the module's outputs as they are, or views of them with "
-            "the same examples "
-            "along the first axis: what the loop computes from them first belongs into the "
-            "criterion"
+            "the same examples along the first axis: what the loop computes from them first "
+            "belongs into the criterion"
         )
     if batch is not None and len(losses) != len(batch):
         raise ValueError(
             f"a batch must be what the loader handed out last, {len(batch)} examples, but the "
-            "criterion gives "
-            f"{len(losses)} losses: call it with the examples along the first axis"
+            f"criterion gives {len(losses)} losses: call it with the examples along the first axis"
         )
     leaves, spec = tree_flatten((args, kwargs))
     kept = [t.detach() if torch.is_tensor(t) else t for t in leaves]

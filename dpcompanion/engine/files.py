@@ -1,5 +1,4 @@
-"""Checkpoints of the engine in the files of `dpcompanion.training.checkpoints`: whole, and as they
-were written.
+"""The engine's checkpoints in files of `training.checkpoints`: whole, and as they were written.
 
 Opacus hands over paths and open files alike.
 """

@@ -24,17 +24,14 @@ from dpcompanion.gradients.traces import local
 
 
 def _check_autocast(layer, args):
-    """Of a layer in training nothing is cast: its gradients are added up in the type in which it
-    multiplies.
-    """
+    """Of a layer in training nothing is cast: gradients add up in the type of its products."""
     device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), "cpu")
     watched = layer is None or (layer.training and torch.is_grad_enabled())
     if watched and autocasts(device):
         raise ValueError(
             "in ghost mode torch.autocast must be left, in the module and in the loop: gradients "
-            "would be added up in "
-            "its type, and rounded so one example could move them by more than the clip norm; use "
-            "grad_sample_mode='hooks'"
+            "would be added up in its type, and rounded so one example could move them by more "
+            "than the clip norm; use grad_sample_mode='hooks'"
         )
 
 
@@ -48,8 +45,8 @@ def _check_once(hooks, name, layer, args):
         ):
             raise UnsupportedModuleError(
                 "module must use each layer once in ghost mode, and each pass must go back before "
-                "the next, but "
-                f"{name or 'it'!r} is called a second time; use grad_sample_mode='hooks'"
+                f"the next, but {name or 'it'!r} is called a second time; use "
+                "grad_sample_mode='hooks'"
             )
 
 
@@ -199,16 +196,13 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
         if self._gradients is None or self._clipped is not self._noted.handed_out:
             raise ValueError(
                 "in ghost mode the criterion clips: take the loss of every batch by the criterion "
-                "that "
-                "make_private_with_budgets returned"
+                "that make_private_with_budgets returned"
             )
         if any(a is not b or i != j for (a, i), (b, j) in zip(self._gradients, self._seen())):
             raise ValueError(
                 "in ghost mode gradients must stay as the criterion's backward pass left them, but "
-                "they "
-                "were changed before the step: call zero_grad before the forward pass, have no "
-                "other "
-                "loss, and do not clip or scale them"
+                "they were changed before the step: call zero_grad before the forward pass, have "
+                "no other loss, and do not clip or scale them"
             )
         if self.shards is None:
             return super().accumulate()

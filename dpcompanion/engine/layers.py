@@ -39,9 +39,7 @@ def plain_type(layer):
 
 
 def embedding_grad_sample(layer, activations, backprops):
-    """Each example's gradient of an embedding, {weight: (n, rows, d)}; activations: ids (n,
-    ...).
-    """
+    """Examples' gradients of an embedding, {weight: (n, rows, d)}; activations: ids (n, ...)."""
     if not layer.weight.requires_grad:
         return {}
     ids, n, (rows, width) = activations[0].long(), len(activations[0]), layer.weight.shape
@@ -120,8 +118,7 @@ def _by_functorch(sampler, parameters, activations, backprops):
 
 
 def mend(hooks, dim=0):
-    """Opacus's hooks with what this module has in the place of its rules for layers, and with empty
-    batches.
+    """Opacus's hooks with this module's rules for layers in place of its own, and empty batches.
 
     `dim` is the axis of the examples in the module's inputs.
     """
@@ -145,9 +142,7 @@ def mend(hooks, dim=0):
 
 
 def _forward(hooks, forward, dim, *args, **kwargs):
-    """A pass; of an empty batch, which many models do not take, and PyTorch's expanded weights
-    never.
-    """
+    """A pass; of an empty batch, which many models do not take, and expanded weights never."""
     expanded = isinstance(hooks, GradSampleModuleExpandedWeights)
     if plain_type(hooks._module) is not type(hooks._module):
         return _with_somebody(hooks, forward, dim, args, kwargs)
@@ -271,10 +266,8 @@ def check_layers(module, mode):
     """
     places = {}
     for name, part in module.named_modules():
-        shown, trained = (
-            repr(name or "module"),
-            any(p.requires_grad for p in part.parameters(recurse=False)),
-        )
+        shown = repr(name or "module")
+        trained = any(p.requires_grad for p in part.parameters(recurse=False))
         # that lists its cells' too
         for p in () if isinstance(part, DPRNNBase) else part.parameters(recurse=False):
             places.setdefault(id(p), []).append((shown, p.requires_grad))
@@ -282,8 +275,8 @@ def check_layers(module, mode):
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
             problem = (
                 f"max_norm must be None in an embedding, got {part.max_norm:g} in {{}}: the "
-                "forward pass would write "
-                "into the rows of those words that are in the batch, which no noise covers"
+                "forward pass would write into the rows of those words that are in the batch, "
+                "which no noise covers"
             )
         if problem is not None:
             raise UnsupportedModuleError(problem.format(shown))
@@ -291,15 +284,13 @@ def check_layers(module, mode):
         if mode == "ghost" and len(shown) > 1 and shown[0][1]:
             raise UnsupportedModuleError(
                 "module must share no weight between layers in ghost mode, which knows norms of "
-                "layers only, but "
-                f"{' and '.join(name for name, _ in shown)} have one; use grad_sample_mode='hooks'"
+                f"layers only, but {' and '.join(name for name, _ in shown)} have one; use "
+                "grad_sample_mode='hooks'"
             )
 
 
 def _problem(part, mode):
-    """What is wrong with a trainable layer in a mode, with a place for its name; None if nothing is
-    known.
-    """
+    """What is wrong with a trainable layer in a mode, with a place for its name; or None."""
     other = "; use grad_sample_mode='hooks'"
     if (
         isinstance(part, nn.LayerNorm)
@@ -309,8 +300,7 @@ def _problem(part, mode):
     ):
         return (
             f"module must have a bias in each LayerNorm in the mode {mode!r}, as Opacus takes it, "
-            f"got none in {{}}; "
-            "use grad_sample_mode='functorch'"
+            f"got none in {{}}; use grad_sample_mode='functorch'"
         )
     if isinstance(part, (nn.Bilinear, nn.EmbeddingBag)) and mode in ("functorch", "ew"):
         return f"module must have no {type(part).__name__} in the mode {mode!r}, got {{}}{other}"
@@ -318,25 +308,25 @@ def _problem(part, mode):
         if part.mode == "max" or part.scale_grad_by_freq or part.include_last_offset:
             return (
                 "module must have embedding bags of the mode 'sum' or 'mean', without "
-                "scale_grad_by_freq and "
-                "include_last_offset, got another one in {}; use an Embedding, and reduce what it "
-                "gives"
+                "scale_grad_by_freq and include_last_offset, got another one in {}; use an "
+                "Embedding, and reduce what it gives"
             )
     if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
         if mode == "ew" and part.padding_idx is not None:
             return (
                 "padding_idx must be None in an embedding in the mode 'ew', where PyTorch's "
-                "expanded weights give that "
-                f"row a gradient, got {part.padding_idx} in {{}}{other}"
+                f"expanded weights give that row a gradient, got {part.padding_idx} in {{}}{other}"
             )
         if mode in ("ew", "ghost") and part.scale_grad_by_freq:
             return (
                 f"scale_grad_by_freq must be False in an embedding in the mode {mode!r}, which "
-                "would count the words "
-                f"of the whole batch, got True in {{}}{other}"
+                f"would count the words of the whole batch, got True in {{}}{other}"
             )
         if mode in ("functorch", "ghost") and part.sparse:
-            return f"sparse must be False in an embedding in the mode {mode!r}, got True in {{}}{other}"
+            return (
+                f"sparse must be False in an embedding in the mode {mode!r}, "
+                f"got True in {{}}{other}"
+            )
     return None
 
 
@@ -354,11 +344,9 @@ def _check_order(layer, args):
     if not torch.equal(order, torch.arange(len(order), device=order.device)):
         raise ValueError(
             f"packed sequences must be in the order of the batch, in a {type(layer).__name__}, for "
-            "Opacus takes an "
-            "example for another where they are sorted: use "
-            f"dpcompanion.engine.{type(layer).__name__[2:]}, which "
-            "takes them in any order and computes the same from the same state_dict, or pad rows "
-            "without packing them"
+            "Opacus takes an example for another where they are sorted: use "
+            f"dpcompanion.engine.{type(layer).__name__[2:]}, which takes them in any order and "
+            "computes the same from the same state_dict, or pad rows without packing them"
         )
 
 

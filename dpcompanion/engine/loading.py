@@ -101,10 +101,10 @@ class IndexRecorder(Dataset):
 
     Attributes:
         handed_out: the rows of the last batch, each once, as indices of the data set; None before
-        the first.
+            the first.
         units: the examples (persons) that were asked for.
         sizes: how many of the rows, which follow one another, are each person's; None where each
-        row is an example.
+            row is an example.
     """
 
     def __init__(self, dataset, loader, rows=None):
@@ -125,10 +125,8 @@ class IndexRecorder(Dataset):
         self.units = self.handed_out = list(indices)
         if self._rows is not None:
             chosen = self._rows.of(self.units)
-            self.handed_out, self.sizes = (
-                [row for own in chosen for row in own],
-                [len(own) for own in chosen],
-            )
+            self.handed_out = [row for own in chosen for row in own]
+            self.sizes = [len(own) for own in chosen]
         indices = self.handed_out
         if self._workers and indices:
             return self._workers.read(indices)
@@ -136,9 +134,7 @@ class IndexRecorder(Dataset):
         return together(indices) if together and indices else [self._dataset[i] for i in indices]
 
     def combined(self, gradients):
-        """Gradients of the rows that were handed out as those of the persons
-        (`RowChoice.combined`).
-        """
+        """Gradients of the rows handed out as those of the persons (`RowChoice.combined`)."""
         return self._rows.combined(gradients, self.sizes)
 
     def __getattr__(self, name):
@@ -148,8 +144,7 @@ class IndexRecorder(Dataset):
 
 
 class RowChoice:
-    """Which rows of the persons in a draw take part, at most k of each
-    (`dpcompanion.training.people`).
+    """Which rows of the persons in a draw take part, at most k of each (`training.people`).
 
     It depends on the key of the draws and on the number of the draw alone: a draw that is seen
     again, in another pass, in pieces, by the run that goes on from a checkpoint or on another rank,
@@ -162,12 +157,10 @@ class RowChoice:
     """
 
     def __init__(self, ownership, draws, accountant):
-        self._ownership, self._draws, self._accountant, self.n = (
-            ownership,
-            draws,
-            accountant,
-            len(ownership),
-        )
+        self._ownership = ownership
+        self._draws = draws
+        self._accountant = accountant
+        self.n = len(ownership)
         self._seed, self._known = _seed_of(draws.generator), (None, {})
 
     def of(self, persons):
@@ -221,9 +214,7 @@ class RowChoice:
 
 
 def _seed_of(stream):
-    """A number that is hashed from the key of a stream, or from the state that a generator begins
-    with.
-    """
+    """A number hashed from the key of a stream, or from the state that a generator begins with."""
     key = (
         stream.key
         if isinstance(stream, SecureStream)
@@ -241,8 +232,7 @@ class _Workers:
 
     def __init__(self, dataset, loader):
         self._count, self._parts = loader.num_workers, []
-        # Seeds of workers come from a generator of their own, so that draws and noise do not depend
-        # on them.
+        # Seeds of workers come from a generator of their own, apart from draws and noise.
         self._loader = DataLoader(
             dataset,
             batch_sampler=self._parts,

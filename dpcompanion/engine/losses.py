@@ -1,5 +1,4 @@
-r"""Is the loss that the loop backpropagates a mean (or a sum) of losses of which each depends on
-one example?
+r"""Is the loss that the loop backpropagates a mean (or sum) of losses of one example each?
 
 Per-example gradients are those of per-example losses. With class weights, `F.cross_entropy(outputs,
 y, weight=w)` divides by the weights of the batch; with `ignore_index` it divides by the batch's
@@ -49,9 +48,8 @@ from dpcompanion.engine.standard import (
 
 _WAYS_OUT = (
     "pass the loss to the engine, criterion=..., and use the criterion that it returns; or "
-    "trust_loss=True, if you "
-    "know that it is a {reduction} of losses of which each depends on one example: if one does "
-    "not, no epsilon holds"
+    "trust_loss=True, if you know that it is a {reduction} of losses of which each depends on one "
+    "example: if one does not, no epsilon holds"
 )
 
 
@@ -61,11 +59,11 @@ class LossWatch:
     Args:
         hooks: what Opacus made of the module; watched: what the loop calls.
         noted: the data set that notes what it handed out, with the batch that was made of it
-        (`Noted`).
+            (`Noted`).
         loss_reduction: as in the engine.
         busy: called, it says whether a proof is under way, whose passes are none of the loop's.
         own_loss: called, it says what the proof has against a number that the module itself puts
-        out; None for nothing.
+            out; None for nothing.
         criterion: whether a criterion was given, through which every loss must come.
     """
 
@@ -216,14 +214,12 @@ class LossWatch:
                 self._around = True
 
     def _check_left(self):
-        """Gradients of the parameters are those that came through the outputs, as the backward pass
-        left them.
-        """
+        """Parameters' gradients are those that came through the outputs, as the pass left them."""
         if self._around:
             raise ValueError(
                 "loss must be made of the outputs of the module that the engine returned, but a "
-                "gradient reached its "
-                "weights by another way, as of what a hook took from inside of it: put out what "
+                "gradient reached its weights by another way, as of what a hook took from inside "
+                "of it: put out what "
                 "the loss needs; " + self._ways_out()
             )
         for p, versions in (self._left or {}).items():
@@ -231,9 +227,8 @@ class LossWatch:
             if changed or versions and not all(map(torch.equal, _sums(p), self._sums.get(p, []))):
                 raise ValueError(
                     "grad_sample must stay as the backward pass left it, but it was changed before "
-                    "the step: what an "
-                    "example contributes must not depend on others; leave clipping and scaling to "
-                    "the engine"
+                    "the step: what an example contributes must not depend on others; leave "
+                    "clipping and scaling to the engine"
                 )
 
     def passes(self):
@@ -303,8 +298,7 @@ class LossWatch:
             )
         scalars = [o for o in inside if not o.axes(n)]
         if scalars:
-            # The module's own loss: what it sends to the other outputs must be a standard loss of
-            # theirs.
+            # The module's own loss: what it sends to other outputs must be a standard loss of them.
             others = [o for o in one.outputs if o.axes(n) and o.total is not None]
             problems = [self._standard(output, output.total, n, count) for output in others]
             if self._own_loss() is not None:
@@ -320,9 +314,8 @@ class LossWatch:
             if problem is not None:
                 raise ValueError(
                     "loss must be a mean of losses of which each depends on one example, but the "
-                    "loop backpropagates a "
-                    "number that the module itself puts out for the whole batch (its own loss): "
-                    f"{problem}; take the "
+                    "loop backpropagates a number that the module itself puts out for the whole "
+                    f"batch (its own loss): {problem}; take the "
                     "loss of its outputs instead, or " + self._ways_out()
                 )
         for output in inside:
@@ -336,9 +329,7 @@ class LossWatch:
                     )
 
     def _standard(self, output, gradient, n, count):
-        """None if a standard loss sends this gradient to the output, else what is seen, in
-        words.
-        """
+        """None if a standard loss sends the output this gradient, else what is seen, in words."""
         problems = []
         for axis in output.axes(n):
             out, own = (precise(t.movedim(axis, 0)) for t in (output.tensor, gradient))
@@ -375,14 +366,13 @@ class LossWatch:
                 if fits_to(gradient.reshape(n, 1) / scale, crossed[:, None], bound, 1.0):
                     best = (
                         f"each of the outputs, {tuple(out.shape)}, is compared with the targets of "
-                        "all examples, "
-                        f"{tuple(value.shape)}, by broadcasting: give both the same shape"
+                        f"all examples, {tuple(value.shape)}, by broadcasting: give both the same "
+                        "shape"
                     )
         return best or (
             "the gradient that reaches the module's outputs is that of no loss that is known to be "
-            "so (cross entropy, "
-            "binary cross entropy, squared, absolute and Huber errors and others, of the loader's "
-            "batch)"
+            "so (cross entropy, binary cross entropy, squared, absolute and Huber errors and "
+            "others, of the loader's batch)"
         )
 
     def _compare_calls(self, one, n, count):
@@ -390,8 +380,8 @@ class LossWatch:
         if not one.calls:
             raise ValueError(
                 "loss must come from the criterion that the engine returned, but a gradient came "
-                "back that did not go "
-                "through it: use that criterion for every loss that is backpropagated"
+                "back that did not go through it: use that criterion for every loss that is "
+                "backpropagated"
             )
         leaves = [_leaf(output.tensor) for output in one.outputs]
         total = sum(call(leaves) for call in one.calls)
@@ -419,9 +409,7 @@ class LossWatch:
 
 
 def _versions(p):
-    """Which tensors hold a parameter's per-example gradients, and how often they were written to;
-    None without.
-    """
+    """The tensors of a parameter's per-example gradients, and how often written to; or None."""
     found = getattr(p, "grad_sample", None)
     if found is None:
         return None
@@ -429,9 +417,7 @@ def _versions(p):
 
 
 def _sums(p):
-    """Over the examples, of a parameter's per-example gradients; NaN is left out, and compared by
-    nobody.
-    """
+    """Over the examples, of a parameter's gradients; NaN is left out, and compared by nobody."""
     found = getattr(p, "grad_sample", None)
     parts = found if isinstance(found, list) else [] if found is None else [found]
     return [t.detach().nan_to_num().sum(0) for t in parts if t.device.type != "meta"]

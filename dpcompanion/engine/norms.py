@@ -30,8 +30,7 @@ class GivenNorms:
 
 
 class GradientNorms:
-    """Called, it gives the (n,) norms of the examples' gradients, before clipping, in evaluation
-    mode.
+    """Called, it gives the examples' gradient norms, (n,), before clipping, in evaluation mode.
 
     Args:
         hooks: what Opacus made of the module.
@@ -42,13 +41,11 @@ class GradientNorms:
     """
 
     def __init__(self, hooks, loss, dataset, collate, *, size, ranks):
-        self._hooks, self._loss, self._dataset, self._collate, self._size = (
-            hooks,
-            loss,
-            dataset,
-            collate,
-            size,
-        )
+        self._hooks = hooks
+        self._loss = loss
+        self._dataset = dataset
+        self._collate = collate
+        self._size = size
         self._method, self._ranks = None, ranks
 
     def __call__(self):
@@ -89,8 +86,7 @@ class GradientNorms:
             ):
                 raise ValueError(
                     "norms must be given where batches are not pairs of tensors, (inputs, "
-                    "targets), got "
-                    f"{type(batch).__name__}"
+                    f"targets), got {type(batch).__name__}"
                 )
             yield tuple(t.to(device) for t in batch)
 
@@ -109,13 +105,11 @@ class PersonNorms:
     """
 
     def __init__(self, hooks, loss, examples, *, size, choice, ranks):
-        self._hooks, self._loss, self._examples, self._size, self._choice = (
-            hooks,
-            loss,
-            examples,
-            size,
-            choice,
-        )
+        self._hooks = hooks
+        self._loss = loss
+        self._examples = examples
+        self._size = size
+        self._choice = choice
         self._method, self._ranks = None, ranks
 
     def __call__(self):

@@ -1,6 +1,4 @@
-"""Optimizers in which each gradient meets its example's clip norm, and each draw becomes one
-step.
-"""
+"""Optimizers in which each gradient meets its example's clip norm, and each draw becomes a step."""
 
 import contextlib
 import functools
@@ -45,18 +43,15 @@ def _look_beside(following, optimizer, *_):
         own._beside.remove()  # once is enough
         warnings.warn(
             f"parameters of a private run are trained by a {type(optimizer).__name__} beside the "
-            "optimizer that the "
-            "engine returned, without clipping and noise: no budget covers what it learns from "
-            "private data",
+            "optimizer that the engine returned, without clipping and noise: no budget covers what "
+            "it learns from private data",
             RuntimeWarning,
             stacklevel=3,
         )
 
 
 class Following(DPOptimizer):
-    """What both optimizers share: each gradient meets its example's clip norm, each draw becomes
-    one step.
-    """
+    """What both optimizers share: a clip norm for each gradient, and a step for each draw."""
 
     #: Of each parameter in the clip norm, in the order of `params`, for clipping per layer.
     shares: list[float] | None = None
@@ -69,12 +64,10 @@ class Following(DPOptimizer):
 
     def follow(self, draws, noted, accountant, proof, hooks, watch, traceless):
         self.draws, self._noted, self._accountant = draws, noted, accountant
-        self._proof, self.hooks, self._trained, self._watch = (
-            proof,
-            hooks,
-            trainable(hooks._module),
-            watch,
-        )
+        self._proof = proof
+        self.hooks = hooks
+        self._trained = trainable(hooks._module)
+        self._watch = watch
         self._traceless, self.ranks = traceless, current()
         if proof is not None:
             proof.ranks = self.ranks
@@ -99,8 +92,7 @@ class Following(DPOptimizer):
     def __getstate__(self):
         raise ValueError(
             "an optimizer of a private run must not be copied or pickled: the copy would give its "
-            "noise a second time; "
-            "keep its state_dict(), or the engine's save_checkpoint"
+            "noise a second time; keep its state_dict(), or the engine's save_checkpoint"
         )
 
     def _noted_parameters(self) -> list[Any]:
@@ -135,9 +127,8 @@ class Following(DPOptimizer):
         if self._watch is not None and self._watch.spoilt:
             raise ValueError(
                 "loss must be a mean of losses of which each depends on one example, as it was in "
-                "the first batch, but "
-                "in a later one another gradient came back to the module's outputs; the steps "
-                "since were noise alone"
+                "the first batch, but in a later one another gradient came back to the module's "
+                "outputs; the steps since were noise alone"
             )
         self._traceless.look()
         if self.dropped > self._said:
@@ -168,14 +159,11 @@ class Following(DPOptimizer):
                     p.grad_sample = sample
 
     def rewind(self):
-        """Before a checkpoint is loaded: draws that are no steps yet are repeated, from where it
-        says.
-        """
+        """Before a checkpoint is loaded: draws that are no steps yet are repeated from it."""
         self.draws.rewind()
 
     def states(self):
-        """What a checkpoint keeps of noise and draws; of a stream how far it has come, never its
-        key.
+        """What a checkpoint keeps of noise and draws; of a stream how far it came, never its key.
 
         A draw that was fetched and is no step yet is drawn again by the run that goes on, so that
         both give the same noise to the same draw.
@@ -191,8 +179,7 @@ class Following(DPOptimizer):
         if not self._own_step:
             raise ValueError(
                 "the original optimizer must not step: it would take gradients without clipping "
-                "and "
-                "noise; use the one that make_private_with_budgets returned"
+                "and noise; use the one that make_private_with_budgets returned"
             )
 
     def step(self, closure=None):
@@ -227,10 +214,8 @@ class Following(DPOptimizer):
         if self._proof is not None and self._proof.open and len(self._noted.handed_out) > 1:
             raise ValueError(
                 "module must take tensors with the examples along one axis, and put out tensors "
-                "that depend on its "
-                "weights: with this batch it could not be proved that it treats examples one by "
-                "one, which "
-                "prove=False takes on your word"
+                "that depend on its weights: with this batch it could not be proved that it treats "
+                "examples one by one, which prove=False takes on your word"
             )
         if self._watch is not None:
             self._watch.check()
@@ -261,8 +246,7 @@ class Following(DPOptimizer):
         if self._accountant.follower is not self:
             raise ValueError(
                 "a step needs the optimizer of the engine's last call of "
-                "make_private_with_budgets: it "
-                "has other budgets by now"
+                "make_private_with_budgets: it has other budgets by now"
             )
         self._accountant.check_budget()
         self._check_trained()
@@ -270,16 +254,14 @@ class Following(DPOptimizer):
         if draw is None or batch is None:
             raise ValueError(
                 "a step needs a batch of the loader that make_private_with_budgets returned, "
-                "fetched after any "
-                "checkpoint was loaded"
+                "fetched after any checkpoint was loaded"
             )
         if self.draws.passed_over > 0:
             raise ValueError(
                 "every draw of the loader must become a step, an empty one too, which is noise "
-                "alone, but "
-                f"{self.draws.passed_over} before this one did not: to leave draws out by what is "
-                "in them raises the "
-                "rate of the others; leave out no batch, as by `if len(x) == 0: continue`"
+                f"alone, but {self.draws.passed_over} before this one did not: to leave draws out "
+                "by what is in them raises the rate of the others; leave out no batch, as by `if "
+                "len(x) == 0: continue`"
             )
         if self._draw != self.draws.number:
             # What an unfinished draw has left behind belongs to no step.
@@ -323,8 +305,7 @@ class Following(DPOptimizer):
         if self.generator is not self._noise_from:
             raise ValueError(
                 "generator must stay the one that noise came from when the module was made "
-                "private, but the "
-                "optimizer's was exchanged"
+                "private, but the optimizer's was exchanged"
             )
         if not isinstance(self.generator, torch.Generator) or not self.ranks.first:
             return None  # a stream is never set back, and other ranks add no noise
@@ -332,9 +313,8 @@ class Following(DPOptimizer):
         if state in self._noise_states:
             raise ValueError(
                 "noise_generator must go on from step to step, but it was set back to where it was "
-                "before an earlier "
-                "step, as by manual_seed in each epoch: the difference of two steps with the same "
-                "noise has none"
+                "before an earlier step, as by manual_seed in each epoch: the difference of two "
+                "steps with the same noise has none"
             )
         return state
 

@@ -16,9 +16,7 @@ from dpcompanion.training.people import Ownership, PersonItems
 
 
 class Options(TypedDict, total=False):
-    """Keywords of `make_private_with_budgets` and `make_private_with_filter`, which say what they
-    mean.
-    """
+    """Keywords of `make_private_with_budgets` and `make_private_with_filter`, explained there."""
 
     batch_first: bool
     loss_reduction: str
@@ -48,15 +46,15 @@ class Settings:
 
         Raises:
             ValueError: for `people` without `at_most`, of another number of items, or in a mode
-            that cannot take them.
+                that cannot take them.
         """
         rows, people, at_most = len(cast(Sized, loader.dataset)), self.people, self.at_most
         given = isinstance(people, Ownership)
         if (people is not None and not given) != (at_most is not None):
             raise ValueError(
                 "people and at_most must be given both, or neither, as with what by_person gives, "
-                "which says at_most "
-                f"itself, got people={type(people).__name__} and at_most={at_most!r}"
+                f"which says at_most itself, got people={type(people).__name__} and "
+                f"at_most={at_most!r}"
             )
         if self.unit is not None:
             _checks.unit("unit", self.unit)
@@ -65,8 +63,7 @@ class Settings:
         if mode == "ghost":
             raise ValueError(
                 "people must be None in ghost mode, which finds the norm of each row's gradient "
-                "and not that of the "
-                f"sum over a person's rows, got a {type(people).__name__}: use "
+                f"and not that of the sum over a person's rows, got a {type(people).__name__}: use "
                 "grad_sample_mode='hooks'"
             )
         if not self.batch_first:
@@ -92,8 +89,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """The n units of privacy of a run: the items of its data set, or the persons whose rows they
-    are.
+    """A run's n units of privacy: the items of its data set, or the persons whose rows they are.
 
     Args:
         n: how many there are.

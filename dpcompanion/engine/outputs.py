@@ -17,9 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def map_tensors(value, function, which):
-    """A module's outputs with every tensor for which `which` holds exchanged for `function` of it;
-    others stay.
-    """
+    """A module's outputs with every tensor for which `which` holds replaced by its `function`."""
     if torch.is_tensor(value):
         return function(value) if which(value) else value
     if isinstance(value, Mapping):
@@ -62,7 +60,8 @@ class Output:
 
     def __init__(self, tensor):
         self.tensor, self._version = tensor.detach(), tensor._version
-        #: The gradient that the loop's loss sends to it; that which arrives inside of the module, by its own loss too.
+        #: The gradient that the loop's loss sends to it; that which arrives inside of the module,
+        #: by its own loss too.
         self.direct = self.total = None
 
     def axes(self, n):

@@ -1,6 +1,4 @@
-"""The engine itself: it checks, calibrates, and has a module, an optimizer and a loader put
-together.
-"""
+"""The engine itself: it checks, calibrates, and has module, optimizer and loader put together."""
 
 import io
 import math
@@ -39,6 +37,34 @@ MODES = ("hooks", "functorch", "ew", "ghost")
 CLIPPINGS = ("flat", "per_layer")
 
 
+def _check_method(method, sample_weight, noise_range):
+    """A method that there is, and what is given to this one only."""
+    _checks.one_of("method", method, METHODS)
+    if (sample_weight is not None) != (method == "combined"):
+        raise ValueError(
+            f"sample_weight must be given with the method 'combined' and only then, got "
+            f"{sample_weight!r} with {method!r}"
+        )
+    if noise_range is not None and method != "sample":
+        raise ValueError(
+            f"noise_range must be None with the method {method!r}, got {noise_range!r}: it is "
+            "for 'sample'"
+        )
+
+
+def _check_filter(filter, units):
+    """A filter of the data set's examples, or persons, and of the run's rate."""
+    if filter.n != units.n:
+        raise ValueError(
+            f"filter must be one of the data set's {units.n} {units.unit}s, got one of {filter.n}"
+        )
+    if not math.isclose(filter.sample_rate * units.steps_per_epoch, 1, rel_tol=1e-9):
+        raise ValueError(
+            f"filter must have the run's sample_rate, 1 / {units.steps_per_epoch}, got "
+            f"{filter.sample_rate:g}"
+        )
+
+
 class IndividualizedPrivacyEngine(PrivacyEngine):
     """See the module's text.
 
@@ -56,8 +82,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
     float64, say what each example gets; the last is the noise over its own clip norm.
 
     >>> import warnings
-    ...
-    ... warnings.simplefilter("ignore")
+    >>> warnings.simplefilter("ignore")
     >>> model = torch.nn.Linear(5, 2)
     >>> data = torch.utils.data.TensorDataset(torch.randn(100, 5), torch.randint(2, (100,)))
     >>> engine = IndividualizedPrivacyEngine()
@@ -87,7 +112,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             super().__init__(accountant="rdp")
         self.secure_mode = bool(secure_mode)
         self.accountant, self._by = Accountant(), accountant
-        #: Whose each item of the data set is (`dpcompanion.training.people.Ownership`); None where each is an example.
+        #: Whose each item of the data set is (`dpcompanion.training.people.Ownership`); None where
+        #: each item is an example.
         self.people: Any = None
 
     @property
@@ -129,10 +155,12 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         """Model, optimizer and loader (with a criterion, and in ghost mode, that before the loader)
         that spend each budget in `epochs`.
 
+        Many arguments, since those of Opacus's engine come first, and budgets need their own.
+
         Args:
             module: the model, which must treat examples one by one.
             optimizer: a torch.optim optimizer of all trainable parameters of the module; freeze the
-            others beforehand.
+                others beforehand.
             data_loader: of a map-style data set. It says the mean rate, 1 / len(data_loader), and
                 is replaced by one with Poisson draws, shuffled or not. Its `generator`, if it has
                 one, seeds that of the draws. Worker processes read the examples of one batch side
@@ -156,7 +184,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 every loss must come. In ghost mode it is cross entropy by default; else, without
                 one, the loop's own loss must be a standard one (`dpcompanion.engine.losses`).
             batch_first: whether inputs have the examples along their first axis, or else along
-            their second.
+                their second.
             loss_reduction: "mean" or "sum", what the loop's loss (or the criterion that is
                 returned) makes of the examples' losses. A mean is one over all of them: what
                 divides by the weights or tokens of a batch is refused at the step.
@@ -165,14 +193,14 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 whole number below 2^1024, for research: the keys are hashed from it, as in
                 `dpcompanion.training.train`: anyone who knows it can subtract the noise.
             noise_generator: in place of a seed, a `torch.Generator`: noise comes from it, draws
-            from one that it seeds.
+                from one that it seeds.
             grad_sample_mode: "hooks", "functorch", "ew" or "ghost". Small rates make empty batches,
                 which every mode takes and a loop may not leave out; with wrap_model=False the model
                 must take them itself. In "ghost" parameters are of float32 or float64.
             clipping: "flat", or "per_layer" (not in ghost mode): an example's norm for a parameter
                 is its own clip norm times the parameter's share of the mean.
             wrap_model: False leaves the module as it is and returns Opacus's hooks in its place
-            (not in "ew" mode).
+                (not in "ew" mode).
             prove: False leaves out the proof with the first batches, and takes it on your word that
                 the module treats examples one by one and uses every weight in its layer only.
             trust_loss: True leaves the loop's loss unchecked. If it is no mean (or sum) of losses
@@ -190,7 +218,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 `dpcompanion.training.by_person` gives of the same rows, which knows persons without
                 rows, too, and sums in place of means.
             at_most: with people, how many rows of a person enter a step at most; by_person says it
-            itself.
+                itself.
             unit: what one of the n is called in statements, such as "patient"; "person" by default
                 with people, else "example".
 
@@ -207,30 +235,17 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             ValueError: at the step, for a loss that mixes examples, as with class weights, or that
                 is not known to be a mean (or sum) of one number an example.
         """
-        _checks.one_of("method", method, METHODS)
+        _check_method(method, sample_weight, noise_range)
         _checks.one_of("clipping", clipping, CLIPPINGS)
         if grad_sample_mode == "ghost" and clipping == "per_layer":
             raise ValueError(
                 "clipping must be 'flat' in ghost mode, which knows no norms of layers, got "
                 "'per_layer'"
             )
-        if (sample_weight is not None) != (method == "combined"):
-            raise ValueError(
-                f"sample_weight must be given with the method 'combined' and only then, got "
-                f"{sample_weight!r} with {method!r}"
-            )
-        if noise_range is not None and method != "sample":
-            raise ValueError(
-                f"noise_range must be None with the method {method!r}, got {noise_range!r}: it is "
-                "for 'sample'"
-            )
         settings = Settings(**options)
         units = self._check(module, optimizer, data_loader, grad_sample_mode, settings)
-        n, length, epochs = (
-            units.n,
-            units.steps_per_epoch,
-            _checks.whole_number("epochs", epochs, 1),
-        )
+        n, length = units.n, units.steps_per_epoch
+        epochs = _checks.whole_number("epochs", epochs, 1)
         budgets = budgets_for(target_epsilons, n)
         max_grad_norm, shares = clip_norms_of(max_grad_norm, clipping, module)
         streams, origin = sources(
@@ -245,8 +260,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         if target_delta >= 1 / n:
             warnings.warn(
                 f"target_delta must be below 1 / n = {1 / n:.3g} to mean anything, got "
-                f"{target_delta:g}: a mechanism "
-                f"that publishes one {units.unit} in full has such a delta",
+                f"{target_delta:g}: a mechanism that publishes one {units.unit} in full has such a "
+                "delta",
                 UserWarning,
                 stacklevel=3,
             )
@@ -309,10 +324,12 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         that the engine states: the promise, which holds from the start. `filter.spent` is what was
         spent.
 
+        Many arguments, since those of Opacus's engine come first, and filters need their own.
+
         Args:
             module: the model, which must treat examples one by one.
             optimizer: a torch.optim optimizer of all trainable parameters of the module; freeze the
-            others beforehand.
+                others beforehand.
             data_loader: of a map-style data set; replaced by one with Poisson draws, shuffled or
                 not. Its `generator`, if it has one, seeds that of the draws. Worker processes read
                 the examples of one batch side by side; they do not read ahead.
@@ -328,11 +345,11 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 may use the module itself, which is in evaluation mode then, and keeps nothing of
                 it.
             updates_per_epoch: measurements an epoch, above 0; from len(data_loader) on there is one
-            before each step.
+                before each step.
             criterion, seed, noise_generator, grad_sample_mode, batch_first, loss_reduction,
                 wrap_model: as in `make_private_with_budgets`.
             prove, trust_loss, people, at_most, unit: as there. A person's norm is measured at a
-            choice of their rows.
+                choice of their rows.
 
         Raises:
             ValueError: bad input; a filter of another rate or number of examples; and what would
@@ -388,14 +405,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         n, length = units.n, units.steps_per_epoch
         epochs = _checks.whole_number("epochs", epochs, 1)
         updates = _checks.number("updates_per_epoch", updates_per_epoch, 0, closed="neither")
-        if filter.n != n:
-            raise ValueError(
-                f"filter must be one of the data set's {n} {units.unit}s, got one of {filter.n}"
-            )
-        if not math.isclose(filter.sample_rate * length, 1, rel_tol=1e-9):
-            raise ValueError(
-                f"filter must have the run's sample_rate, 1 / {length}, got {filter.sample_rate:g}"
-            )
+        _check_filter(filter, units)
         streams, origin = sources(
             data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode
         )
@@ -462,11 +472,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         counts, full = torch.ones_like(budgets), torch.ones_like(budgets)
         if method == "sample":
             found = sample_parameters(budgets, counts, noise_range=noise_range, **run)
-            rates, norms, noises = (
-                found.sample_rates,
-                max_grad_norm * full,
-                found.noise_multiplier * full,
-            )
+            rates = found.sample_rates
+            norms = max_grad_norm * full
+            noises = found.noise_multiplier * full
         else:
             if method == "scale":
                 found = scale_parameters(budgets, counts, max_grad_norm=max_grad_norm, **run)
@@ -499,7 +507,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
 
         Raises:
             ValueError: a `checkpoint_dict` of other things than numbers, text, tensors, and lists
-            and dicts of them.
+                and dicts of them.
         """
         self.accountant.look()
         if self.accountant.follower is not None and not self.accountant.follower.ranks.first:
@@ -511,8 +519,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         except pickle.UnpicklingError as error:
             raise ValueError(
                 "checkpoint_dict and states must hold numbers, text, tensors, and lists and dicts "
-                "of them, which can "
-                f"be read back without running code, but {error!s:.200}"
+                f"of them, which can be read back without running code, but {error!s:.200}"
             ) from error
         content["data"], content["sharded"] = digest(self.dataset, self.people), self._sharded
         note_origin(path, self.accountant.origin, content["data"])
@@ -548,10 +555,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             found = super().load_checkpoint(path=buffer, **self._without_shards(options))
             check_resumed(self)
             if self.accountant.origin is None and self.accountant.steps < self.accountant.planned:
-                keys, same = (
-                    found["privacy_accountant_state_dict"]["generators"],
-                    digest(self.dataset, self.people),
-                )
+                keys = found["privacy_accountant_state_dict"]["generators"]
+                same = digest(self.dataset, self.people)
                 if ranks.first:
                     find_keys(
                         path,

@@ -1,5 +1,4 @@
-r"""Is each example's gradient, as Opacus finds it, its own? Proved with the examples of the first
-batches.
+r"""Is each example's gradient, as Opacus finds it, its own? Proved with the first batches.
 
 Opacus looks at layers: it multiplies what goes into a layer with the gradient that comes back to
 it. A module may do what that does not see: use a weight outside of its layer, or mix examples by a
@@ -71,7 +70,7 @@ class Proof:
         hooks: what Opacus made of the module.
         watched: the module that the training loop calls.
         batch_first: whether inputs have the examples along their first axis, or else along their
-        second.
+            second.
         loss_reduction: "mean" or "sum", what the loop's loss makes of the examples' losses.
         ghost: whether Opacus finds norms only.
         batch_size: called, it gives the number of examples that the loader handed out last.
@@ -98,18 +97,16 @@ class Proof:
         shards=None,
     ):
         self._hooks, self._watched, self._inner = hooks, watched, hooks._module
-        self._dim, self._mean, self._ghost, self._batch_size = (
-            int(not batch_first),
-            loss_reduction == "mean",
-            ghost,
-            batch_size,
-        )
-        #: Whether the batch at hand waits for it; of how many examples the largest was that did not.
+        self._dim = int(not batch_first)
+        self._mean = loss_reduction == "mean"
+        self._ghost = ghost
+        self._batch_size = batch_size
+        #: Whether the batch at hand waits for it; how many examples the largest had that did not.
         self.open, self._proved, self.busy = True, 0, False
         self.rows = 0  # of how many examples a pass of the proof is
         self._own_loss, self._trained, self._shards = own_loss, trainable(self._inner), shards
         self._state = None  # in which it was proved
-        #: What is known against the number that the module puts out; None where it is one of examples.
+        #: What is known against the number that the module puts out; None where it is examples'.
         self.own_loss_mixes, self._numbers = None, False
         watched.register_forward_pre_hook(self._before, with_kwargs=True)
 
@@ -166,12 +163,10 @@ class Proof:
         except Exception as error:
             raise UnsupportedModuleError(
                 f"module must take {self.rows} example{'s' * (self.rows > 1)} of the batch by "
-                "themselves, forwards and "
-                f"backwards, but in {culprit(error, self._hooks)} there was "
-                f"{type(error).__name__}: {error!s:.300}; "
-                "the cause is unknown: try the module with a batch of that size, without the "
-                "engine, then another "
-                "grad_sample_mode ('hooks' takes most layers)"
+                f"themselves, forwards and backwards, but in {culprit(error, self._hooks)} there "
+                f"was {type(error).__name__}: {error!s:.300}; the cause is unknown: try the module "
+                "with a batch of that size, without the engine, then another grad_sample_mode "
+                "('hooks' takes most layers)"
             ) from error
 
     def _prove_known(self, batch, parameters):
@@ -180,8 +175,7 @@ class Proof:
         except UnsupportedModuleError as error:
             if not self._numbers or self._own_loss is not False:
                 raise
-            # Without it the module may be as it should; then the loop may take the loss of its
-            # outputs.
+            # Without it the module may be right; then the loop may take the loss of its outputs.
             self.own_loss_mixes = "it is no mean of the examples' own losses"
             self._clear()
             try:
@@ -216,17 +210,13 @@ class Proof:
         if self._unlike:
             raise UnsupportedModuleError(
                 "module must compute each example by itself, but it mixes examples: what it puts "
-                "out for one changes "
-                "with the others by a number that no gradient shows, as when a mean over the batch "
-                "is detached and "
-                "subtracted; leave that out"
+                "out for one changes with the others by a number that no gradient shows, as when a "
+                "mean over the batch is detached and subtracted; leave that out"
             )
         self.open, self._proved = False, batch.n if len(fit) > 1 else self._proved
 
     def _put_out(self, batch):
-        """What the first example by itself makes the module put out, drawn at random always
-        alike.
-        """
+        """What the first example alone makes the module put out, drawn at random always alike."""
         args, kwargs = batch.take([0])
         self.rows, device = 1, next(self._inner.parameters()).device
         with drawing_alike(device), self._plain(), torch.no_grad():
@@ -236,10 +226,9 @@ class Proof:
         if not all(map(alike, before, after)):
             raise UnsupportedModuleError(
                 "module must keep nothing of its examples, but what it puts out for one has "
-                "changed after a pass "
-                "with others, the weights being the same: it remembers earlier batches in an "
-                "attribute or outside "
-                "of itself, which no noise covers; leave that out"
+                "changed after a pass with others, the weights being the same: it remembers "
+                "earlier batches in an attribute or outside of itself, which no noise covers; "
+                "leave that out"
             )
 
     @contextlib.contextmanager
@@ -337,21 +326,13 @@ class Proof:
                 check_types(self._inner, x)
             raise UnsupportedModuleError(
                 "module must take an example by itself, a batch of one, but in "
-                f"{culprit(error, self._hooks)} there "
-                f"was {type(error).__name__}: {error!s:.300}; see that no layer or reshape needs "
-                "more than one example"
+                f"{culprit(error, self._hooks)} there was {type(error).__name__}: {error!s:.300}; "
+                "see that no layer or reshape needs more than one example"
             ) from error
 
-    def _compare(self, batch, rows, checked, parameters):
-        """Of the rows together, those that are checked must have the gradients that they have
-        alone.
-        """
-        # Before the pass that Opacus watches: between that and its backward pass nothing may
-        # overwrite its notes.
-        _, shapes, _ = self._alone(batch, checked[0], parameters)
-        self._clear()
+    def _parts(self, batch, rows, shapes):
+        """What the module puts out for the rows together, example by example where it is theirs."""
         args, kwargs = batch.take(rows)
-        self.rows = len(rows)
         outputs = self._outputs(self._watched(*args, **kwargs))
         parts = [
             parts_of(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))
@@ -360,10 +341,19 @@ class Proof:
         if len(outputs) != len(shapes) or len(known) < len(parts):
             raise UnsupportedModuleError(
                 f"module must put out something for each example, but {len(rows)} examples gave "
-                "the shapes "
-                f"{[tuple(out.shape) for out in outputs]} where one has "
+                f"the shapes {[tuple(out.shape) for out in outputs]} where one has "
                 f"{[tuple(shape) for shape in shapes]}"
             )
+        return known
+
+    def _compare(self, batch, rows, checked, parameters):
+        """Of the rows together, those checked must have the gradients that they have alone."""
+        # Before the pass that Opacus watches: between that and its backward pass nothing may
+        # overwrite its notes.
+        _, shapes, _ = self._alone(batch, checked[0], parameters)
+        self._clear()
+        self.rows = len(rows)
+        known = self._parts(batch, rows, shapes)
         own = sum(
             (part for part in known if part.ndim), torch.zeros(len(rows), device=known[0].device)
         )
@@ -388,10 +378,8 @@ class Proof:
                 off = misfit(errors, lengths, typical, tolerance)
                 if off and (found.norm().isfinite() or lengths.norm().isfinite()):
                     p, wrong = off.parameter, float(errors[off.parameter])
-                    said, bound = (
-                        say(float(found[p]), float(lengths[p]), wrong),
-                        min(wrong / 3, off.bound),
-                    )
+                    said = say(float(found[p]), float(lengths[p]), wrong)
+                    bound = min(wrong / 3, off.bound)
                     total = None if total is None else total[p].sum(0)
                     raise self._mismatch(
                         batch, rows, row, parameters[p], expected[p], bound, said, total
@@ -420,9 +408,7 @@ class Proof:
         self._clear()
 
     def _check_outputs(self, batch, row, parameters, together, alone, relative):
-        """Note whether an example puts out in company what it does alone: of what is detached no
-        gradient tells.
-        """
+        """Note whether outputs in company are those alone: gradients tell of nothing detached."""
         for i, (found, (own, size)) in enumerate(zip(together, alone)):
             if found is None or not abs(found.detach() - own) > 3 * relative * size + 1e-6:
                 continue  # a number of the whole batch; or the same, or none to compare
@@ -447,13 +433,10 @@ class Proof:
             )
             raise UnsupportedModuleError(
                 "module must have layers that keep the examples on the axis that batch_first says, "
-                "but of "
-                f"{n} examples {self._holder(p)} has gradients of shape {shape}: it may be called "
-                "with other rows "
-                "than the examples, as a table that is looked up once for all of them; give it an "
-                "input for each "
-                "example, freeze it, or use dpcompanion.training.train, whose method 'func' takes "
-                "it"
+                f"but of {n} examples {self._holder(p)} has gradients of shape {shape}: it may be "
+                "called with other rows than the examples, as a table that is looked up once for "
+                "all of them; give it an input for each example, freeze it, or use "
+                "dpcompanion.training.train, whose method 'func' takes it"
             )
         return found
 
@@ -464,6 +447,31 @@ class Proof:
         kind = type(self._inner.get_submodule(layer)).__name__
         return f"{own!r} of {f'layer {layer!r}' if layer else 'the module itself'} ({kind})"
 
+    def _by_autograd(self, batch, rows, row, p, shapes):
+        """The gradients of p by plain autograd: of the example in `row`, and of all rows; and
+        whether the module puts out numbers for the whole batch.
+        """
+        args, kwargs = batch.take(rows)
+        with self._plain():
+            outputs = self._outputs(self._inner(*args, **kwargs))
+            parts = [
+                parts_of(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))
+            ]
+            scalars = [part for part in parts if part is not None and not part.ndim]
+            own = [part[rows.index(row)] for part in parts if part is not None and part.ndim]
+            whole = [part.sum() for part in parts if part is not None]
+            one, summed = (
+                torch.autograd.grad(
+                    added_up(values),
+                    p,
+                    retain_graph=True,
+                    allow_unused=True,
+                    materialize_grads=True,
+                )[0]
+                for values in (own or scalars, whole)
+            )
+        return one, summed, bool(scalars)
+
     def _mismatch(self, batch, rows, row, p, expected, bound, said, total):
         """The error for an example's gradient that differs in the company of others, with its cause
         if that is known.
@@ -471,7 +479,7 @@ class Proof:
         Args:
             rows, row: the examples of the pass, and the one of them.
             p, expected, bound: the parameter where it differs most, its gradient alone, and what
-            may differ.
+                may differ.
             said: by how much it differs, in words.
             total: the sum of what Opacus found for p, None in ghost mode.
         """
@@ -493,65 +501,43 @@ class Proof:
         if differs(again, expected):
             cause = (
                 "its loss changes from one call to the next, with the same input: the module draws "
-                "at random by other "
-                "means than dropout, or keeps something of a pass; draw from nothing, or freeze "
-                "and evaluate that part"
+                "at random by other means than dropout, or keeps something of a pass; draw from "
+                "nothing, or freeze and evaluate that part"
             )
             return UnsupportedModuleError(
                 f"module must compute each example by itself, but {where}: {cause}"
             )
-        args, kwargs = batch.take(rows)
-        with self._plain():
-            outputs = self._outputs(self._inner(*args, **kwargs))
-            parts = [
-                parts_of(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))
-            ]
-            scalars = [part for part in parts if part is not None and not part.ndim]
-            own = [part[rows.index(row)] for part in parts if part is not None and part.ndim]
-            whole = [part.sum() for part in parts if part is not None]
-            together, summed = (
-                torch.autograd.grad(
-                    added_up(values),
-                    p,
-                    retain_graph=True,
-                    allow_unused=True,
-                    materialize_grads=True,
-                )[0]
-                for values in (own or scalars, whole)
-            )
+        together, summed, scalars = self._by_autograd(batch, rows, row, p, shapes)
         if not scalars and differs(together, expected):
             cause = (
                 "by plain autograd too, so the module mixes examples: its outputs for one depend "
-                "on others of the "
-                "batch; look for a mean, a normalisation, a sort or a comparison along the axis of "
-                "the examples"
+                "on others of the batch; look for a mean, a normalisation, a sort or a comparison "
+                "along the axis of the examples"
             )
         elif scalars:
             cause = (
                 "it puts out a number for the whole batch (a loss of its own), which may be no "
-                "mean of the examples' "
-                "own; put out one number an example, or take the loss of its outputs instead"
+                "mean of the examples' own; put out one number an example, or take the loss of its "
+                "outputs instead"
             )
         elif total is None:
             cause = (
                 "by plain autograd examples do not mix; the cause is unknown, often a weight that "
-                "is also used outside "
-                f"of its layer's own call; use grad_sample_mode='hooks' or {other}, which say more"
+                "is also used outside of its layer's own call; use grad_sample_mode='hooks' or "
+                f"{other}, which say more"
             )
         elif differs(total, summed):
             cause = (
                 "by plain autograd examples do not mix, but what Opacus finds does not add up to "
-                "autograd's gradient: "
-                "the weight is used outside of its layer's own call, or Opacus's rule for this "
-                "layer does not fit it; "
-                f"use it in its layer only, or grad_sample_mode={other}"
+                "autograd's gradient: the weight is used outside of its layer's own call, or "
+                "Opacus's rule for this layer does not fit it; use it in its layer only, or "
+                f"grad_sample_mode={other}"
             )
         else:
             cause = (
                 "by plain autograd examples do not mix, and the sum over them is right, so that it "
-                "goes to another "
-                "example: rows change their order or number before the layer; keep them as they "
-                "are in the batch"
+                "goes to another example: rows change their order or number before the layer; keep "
+                "them as they are in the batch"
             )
         return UnsupportedModuleError(
             f"module must compute each example by itself, but {where}: {cause}"
@@ -568,11 +554,10 @@ def _gradients_differ(_, truth, wrong):
 
 def missing(found, truth):
     return UnsupportedModuleError(
-        "module must use its weights in its layers only, but of the criterion's loss of an "
-        "example the gradient has "
-        f"norm {found:.6g} by Opacus and {truth:.6g} by autograd; the cause is unknown, often a "
-        "weight that the "
-        "criterion uses itself, as in a penalty; leave it out, or use grad_sample_mode='hooks'"
+        "module must use its weights in its layers only, but of the criterion's loss of an example "
+        f"the gradient has norm {found:.6g} by Opacus and {truth:.6g} by autograd; the cause is "
+        "unknown, often a weight that the criterion uses itself, as in a penalty; leave it out, or "
+        "use grad_sample_mode='hooks'"
     )
 
 

@@ -32,8 +32,7 @@ def sources(sampling, noise, *, seed=None, secure_mode=False):
     if secure_mode and not (sampling is None and noise is None and seed is None):
         raise ValueError(
             "seed, noise_generator, and the loader's generator, must be None in secure mode, which "
-            "draws "
-            "from a cipher under secret keys"
+            "draws from a cipher under secret keys"
         )
     if seed is not None:
         if not (sampling is None and noise is None):
@@ -146,7 +145,7 @@ def restore(generators, saved):
     }:
         # A generator that starts again would repeat noise that was already used.
         raise ValueError(
-            f"generators must be given as in the run that was saved, whose "
+            "generators must be given as in the run that was saved, whose "
             f"{' and '.join(name for name in kinds if not kinds[name]) or 'none'} had one"
         )
     for name, generator in generators.items():
@@ -178,8 +177,7 @@ def find_keys(path, generators, saved, *, same_data):
     if not same_data:
         warnings.warn(
             f"{os.fspath(path)!r} is a checkpoint of a run on other data, whose noise is not used "
-            "again: the run goes "
-            "on with new random numbers",
+            "again: the run goes on with new random numbers",
             RuntimeWarning,
             stacklevel=3,
         )

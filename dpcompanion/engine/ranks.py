@@ -1,5 +1,4 @@
-"""One private run on several processes, the ranks of `torch.distributed`
-(`dpcompanion.training.distributed`).
+"""One private run on several processes, the ranks of `torch.distributed` (`training.distributed`).
 
 The loop is the user's own, on every rank alike, and the loader hands out the rank's share of each
 draw. Ranks meet
@@ -47,9 +46,7 @@ def on_all_ranks(
 
 
 def share_draws(engine: Any) -> None:
-    """Give all ranks the key of rank 0's draws, where it is none of a seed. The key of the noise
-    stays there.
-    """
+    """Give all ranks the key of rank 0's draws, if not of a seed. The noise's key stays there."""
     follower = engine.accountant.follower
     stream = follower.draws.generator
     if isinstance(stream, SecureStream) and engine.accountant.origin is None:

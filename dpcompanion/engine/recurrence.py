@@ -1,5 +1,4 @@
-r"""Recurrent layers whose weights lie in layers that Opacus sees: what `torch.nn.RNN`, `LSTM` and
-`GRU` compute.
+r"""Recurrent layers made of layers that Opacus sees: `torch.nn.RNN`, `LSTM` and `GRU`.
 
 .. math:: h_t = \tanh(W_{ih} x_t + b_{ih} + W_{hh} h_{t-1} + b_{hh})
 
@@ -32,9 +31,7 @@ class _Cell(nn.Module):
 
 
 class _Recurrent(nn.Module):
-    """What the three share; a state is a tuple of tensors (N, hidden_size), the first of which is
-    put out.
-    """
+    """What the three share; a state is a tuple of tensors (N, hidden_size), the first put out."""
 
     kind, gates, states = nn.RNN, 1, 1
 
@@ -51,6 +48,7 @@ class _Recurrent(nn.Module):
         dtype: torch.dtype | None = None,
         **options: Any,
     ):
+        """Many arguments, since they are those of `torch.nn.RNNBase`."""
         super().__init__()
         if options.pop("proj_size", 0):
             raise ValueError("proj_size must be 0, for projections of states are not supported")
@@ -63,17 +61,13 @@ class _Recurrent(nn.Module):
             bidirectional=bidirectional,
             **options,
         )
-        self.input_size, self.hidden_size, self.num_layers, self.bias = (
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-        )
-        self.batch_first, self.dropout, self.bidirectional = (
-            batch_first,
-            float(dropout),
-            bidirectional,
-        )
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        self.num_layers = num_layers
+        self.bias = bias
+        self.batch_first = batch_first
+        self.dropout = float(dropout)
+        self.bidirectional = bidirectional
         self.proj_size, self._ways = 0, 2 if bidirectional else 1
         self.cells = nn.ModuleList(
             _Cell(
@@ -126,7 +120,7 @@ class _Recurrent(nn.Module):
         Args:
             input: (T, N, input_size), N first with batch_first; or a PackedSequence.
             hx: None, for states of 0, or (layers x directions, N, hidden_size); a pair of them for
-            an LSTM.
+                an LSTM.
 
         Raises:
             ValueError: an input without an axis of examples.
@@ -194,9 +188,7 @@ class _Recurrent(nn.Module):
     def step(
         self, sent: torch.Tensor, kept: torch.Tensor, state: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The next state; sent, kept: (N, gates x hidden_size), what inputs and the state before
-        give.
-        """
+        """The next state; sent, kept: (N, gates x hidden_size), what inputs and state give."""
         raise NotImplementedError
 
 
@@ -238,8 +230,7 @@ class RNN(_Recurrent):
 
 
 class LSTM(_Recurrent):
-    """`torch.nn.LSTM` for private training: the same arguments (but proj_size), outputs and
-    state_dict.
+    """`torch.nn.LSTM` for private training: same arguments (but proj_size), outputs and state_dict.
 
     >>> LSTM(3, 4, batch_first=True)(torch.zeros(2, 5, 3))[0].shape
     torch.Size([2, 5, 4])

@@ -1,6 +1,4 @@
-"""Layers for private training in the place of PyTorch's recurrent and attention layers, with the
-same weights.
-"""
+"""Layers for private training in place of PyTorch's recurrent and attention layers."""
 
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
@@ -13,8 +11,7 @@ REPLACEMENTS = {nn.MultiheadAttention: MultiheadAttention, nn.RNN: RNN, nn.LSTM:
 
 
 def replace_layers(module: nn.Module) -> nn.Module:
-    """The module with layers for private training in the place of its recurrent and attention
-    layers.
+    """The module with layers for private training in place of its recurrent and attention layers.
 
     `torch.nn.MultiheadAttention`, `RNN`, `LSTM` and `GRU`, wherever they are, become
     `dpcompanion.engine`'s layers of the same names, with the same weights, outputs and state_dict.
@@ -63,7 +60,7 @@ def check_replaced(module):
                 )
             raise UnsupportedModuleError(
                 f"module must have its weights in layers that Opacus sees, but {name or 'it'!r} is "
-                f"a torch.nn.{kind}: "
-                f"use dpcompanion.engine.{kind}, which computes the same from the same weights, by "
-                f"dpcompanion.engine.replace_layers(module) before the optimizer is made{opacus}"
+                f"a torch.nn.{kind}: use dpcompanion.engine.{kind}, which computes the same from "
+                "the same weights, by dpcompanion.engine.replace_layers(module) before the "
+                f"optimizer is made{opacus}"
             )

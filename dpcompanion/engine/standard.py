@@ -39,9 +39,7 @@ def gradient_of(loss, out, batch):
 
 
 def fits_to(gradient, expected, bound, scale):
-    """Whether each example's gradient is the expected one, up to rounding; of what is not finite
-    none is.
-    """
+    """Whether each example's gradient is as expected, up to rounding; if not finite, none is."""
     off = gradient - expected
     # What is within the smallest bound of all is within each example's own; NaN is not.
     if (
@@ -84,9 +82,8 @@ def scaled(factor, n, mean):
     if _power_of_two(factor) and abs(factor - n) > 1e-2:
         return (
             f"is {factor:g} times what it should be, as by a torch.amp.GradScaler, which Opacus "
-            "does not know: "
-            "gradients would be clipped as if they were so much longer; leave it out (bfloat16 "
-            "needs none)"
+            "does not know: gradients would be clipped as if they were so much longer; leave it "
+            "out (bfloat16 needs none)"
         )
     hint = ""
     if abs(factor / n - 1) < 1e-2 and mean:
@@ -95,8 +92,7 @@ def scaled(factor, n, mean):
         hint = ", as by a mean over the batch; pass loss_reduction='mean', or take the sum"
     return (
         f"is {factor:g} times what it should be in a batch of {n}{hint}: leave it unscaled, and "
-        "divide by nothing "
-        "of the batch"
+        "divide by nothing of the batch"
     )
 
 
@@ -115,14 +111,12 @@ def resemblance(loss, gradient, found, bound, n, mean):
     if loss.tokens:
         return (
             f"it looks like {loss.name} averaged over all tokens of the batch, so that an example "
-            "with many moves the "
-            "weight of the others; average over each example's own tokens first"
+            "with many moves the weight of the others; average over each example's own tokens first"
         )
     if bool((known == 0).any()):
         return (
             f"it looks like {loss.name} that leaves out some examples (ignore_index) and divides "
-            "by the number of the "
-            "others"
+            "by the number of the others"
         )
     groups = (
         []
@@ -134,10 +128,12 @@ def resemblance(loss, gradient, found, bound, n, mean):
     ):
         return (
             f"it looks like {loss.name} with class weights, which divides by the weights of the "
-            "batch, so that one "
-            "example of a rare class moves the weight of all others"
+            "batch, so that one example of a rare class moves the weight of all others"
         )
-    return f"it looks like {loss.name} with another weight for each example, which may depend on the others"
+    return (
+        f"it looks like {loss.name} with another weight for each example, which may depend on the "
+        "others"
+    )
 
 
 class Standard:
@@ -150,13 +146,11 @@ class Standard:
     """
 
     def __init__(self, name, f, target, *, classes=None, tokens=False, gradient=None):
-        self.name, self._f, self._target, self.classes, self.tokens = (
-            name,
-            f,
-            target,
-            classes,
-            tokens,
-        )
+        self.name = name
+        self._f = f
+        self._target = target
+        self.classes = classes
+        self.tokens = tokens
         self.gradient = gradient
 
     @property
@@ -200,8 +194,7 @@ def targets_of(batch, n):
 
 
 def standard_losses(out, gradient, batch):
-    """Losses of one example each of these outputs (n, ...) and a batch, those first that are used
-    most.
+    """Losses of one example each of these outputs (n, ...) and a batch, the most used first.
 
     `gradient` (that of the sum of the losses) shows what a target value's losses are left out by
     (`ignore_index`), and how much labels are smoothed: a value, and a number of two digits, are
@@ -327,9 +320,7 @@ def cross_entropy_gradient(outputs, targets, ignored):
 
 
 def _smoothing(out, sent, t, ignored):
-    """By how much labels are smoothed in a cross entropy that sends this, to two digits; 0 if they
-    are not.
-    """
+    """How much labels are smoothed in a cross entropy that sends this, to two digits; 0 if not."""
     k = out.shape[1]
     counted = (t != ignored) & (t >= 0) & (t < k)
     if k < 2 or not bool(counted.any()):

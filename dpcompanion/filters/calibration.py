@@ -1,14 +1,13 @@
-r"""Prices of levels, and the largest budget or the least noise that keeps a promise whatever norms
-do.
+r"""Prices of levels, and the largest budget or least noise that keeps a promise whatever norms do.
 
 Which prices waste least? At the saddle point :math:`\lambda` of a run, Chernoff's bound on its
 delta is :math:`e^{-\lambda\varepsilon}` times the product of :math:`E[e^{\lambda L_z}]` over its
-stages. It is the same for all strategies that spend the same if, and only if, :math:`c(z) \propto
-\ln E[e^{\lambda L_z}]`: the Rényi divergence of order :math:`\lambda + 1`. No level is then a
-bargain for an attacker. `level_costs` takes these, as whole numbers, rounded up. They favour the
-full level. What all levels lose at most is least with one over the number of steps that a level
-lasts by loss distributions; with strong noise the two are nearly the same ("Exact filters" in the
-book has both).
+stages. It is the same for all strategies that spend the same if, and only if,
+:math:`c(z) \propto \ln E[e^{\lambda L_z}]`: the Rényi divergence of order :math:`\lambda + 1`. No
+level is then a bargain for an attacker. `level_costs` takes these, as whole numbers, rounded up.
+They favour the full level. What all levels lose at most is least with one over the number of steps
+that a level lasts by loss distributions; with strong noise the two are nearly the same ("Exact
+filters" in the book has both).
 
 >>> level_costs(
 ...     [0.25, 0.5, 0.75, 1.0],
@@ -76,8 +75,7 @@ def level_costs(
     target_delta: float,
     block: int = 1,
 ) -> tuple[int, ...]:
-    """Whole costs in proportion to the Rényi divergence of each level at the order that decides at
-    the target.
+    """Whole costs in proportion to each level's Rényi divergence at the target's deciding order.
 
     Args:
         levels: (K,) ascending shares of the clip norm, in (0, 1].
@@ -143,18 +141,20 @@ def calibrate_filter(
     Neighbouring relation: add or remove one example. Sampler: Poisson. What took long is kept in
     the data folder (`dpcompanion.filters.cache`): the same question is answered at once.
 
+    Many arguments, since a run, its levels and its target are described by numbers.
+
     Args:
         target_epsilon: above 0.
         target_delta: in (0, 1).
         sample_rate: in (0, 1].
         levels: (K,) ascending shares of the clip norm, in (0, 1].
         steps: of the run. A budget for all of them at the most expensive level is enough, and none
-        is larger.
+            is larger.
         costs: (K,) whole numbers, at least 1: what a block at each level costs; by default
-        `level_costs`.
+            `level_costs`.
         noise_multiplier: above 0, to find the budget.
         budget: to find the least noise, within a relative 1e-3; needs `costs`. One of the two must
-        be given.
+            be given.
         block: steps for which a level holds.
         progress: show a bar; by default on a terminal only.
 
@@ -183,8 +183,8 @@ def calibrate_filter(
     levels = tuple(check_levels(levels))
     if (noise_multiplier is None) == (budget is None):
         raise ValueError(
-            "exactly one of noise_multiplier and budget must be given, "
-            f"got noise_multiplier={noise_multiplier!r} and budget={budget!r}"
+            "exactly one of noise_multiplier and budget must be given, got "
+            f"noise_multiplier={noise_multiplier!r} and budget={budget!r}"
         )
     if noise_multiplier is not None:
         noise_multiplier = _checks.number(
@@ -246,8 +246,7 @@ def _affordable(levels, sample_rate, noise_multiplier, steps, block, epsilon, de
             return level, find_steps(**run, target_epsilon=epsilon, target_delta=delta) // block
     raise ValueError(
         f"target_epsilon={epsilon:g} cannot be met at target_delta={delta:g}: not even one block "
-        "of "
-        f"{block} steps at level {levels[0]:g} does"
+        f"of {block} steps at level {levels[0]:g} does"
     )
 
 
@@ -255,9 +254,12 @@ def _affordable(levels, sample_rate, noise_multiplier, steps, block, epsilon, de
 def _largest_budget(
     epsilon, delta, sample_rate, noise_multiplier, levels, costs, steps, block, progress
 ):
+    """The largest budget that keeps the promise, and the delta that it reaches.
+
+    Many arguments, since all of the question is the key of the cache.
+    """
     level, count = _affordable(levels, sample_rate, noise_multiplier, steps, block, epsilon, delta)
-    # With more the constant strategy at that level would break the promise, or no example could
-    # spend it.
+    # With more a constant strategy at that level would break the promise, or nobody could spend it.
     blocks, cost = math.ceil(steps / block), costs[levels.index(level)]
     budget = blocks * max(costs)
     if count < blocks:
@@ -283,8 +285,7 @@ def _largest_budget(
     if budget < min(costs):
         raise ValueError(
             f"target_epsilon={epsilon:g} cannot be met at target_delta={delta:g}: it leaves a "
-            "budget of "
-            f"{budget}, below the least cost, {min(costs)}"
+            f"budget of {budget}, below the least cost, {min(costs)}"
         )
     return budget, reached
 
@@ -327,11 +328,11 @@ def _delta(
 ):
     """`adaptive_delta` where it is at most the target; else that of one direction, which is above
     the target, too.
+
+    Many arguments, since all of the question is the key of the cache.
     """
-    pairs, delta = (
-        [SampledGaussian(sample_rate, noise_multiplier / level, block) for level in levels],
-        0.0,
-    )
+    pairs = [SampledGaussian(sample_rate, noise_multiplier / level, block) for level in levels]
+    delta = 0.0
     for direction in DIRECTIONS if sample_rate < 1 else DIRECTIONS[:1]:
         game = worst_case(
             pairs,

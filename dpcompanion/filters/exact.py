@@ -1,5 +1,4 @@
-r"""A budget for each example that no run can exceed, at the price of loss distributions: the exact
-filter.
+r"""A budget for each example that no run exceeds, priced by loss distributions: the exact filter.
 
 Each example has levels, shares :math:`z_1 < \dots < z_K` of the clip norm. Before each block of m
 steps its gradient's norm decides which level it asks for (the norm, rounded up); in the block its
@@ -104,6 +103,7 @@ class ExactFilter(NormInput):
         device: Device = None,
         progress: bool | None = None,
     ):
+        """Many arguments, since a run, its levels and its budgets are described by numbers."""
         super().__init__(n, device=device)
         self.sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
         self.noise_multiplier = _checks.number(
@@ -113,45 +113,19 @@ class ExactFilter(NormInput):
             "max_grad_norm", max_grad_norm, 0, math.inf, closed="neither"
         )
         self.levels = tuple(check_levels(levels))
-        self.steps, self.block = (
-            _checks.whole_number("steps", steps, 1),
-            _checks.whole_number("block", block, 1),
-        )
+        self.steps = _checks.whole_number("steps", steps, 1)
+        self.block = _checks.whole_number("block", block, 1)
         if (budget is None) == (target_epsilon is None) or (target_epsilon is None) != (
             target_delta is None
         ):
             raise ValueError(
-                "either budget, or target_epsilon and target_delta must be given, "
-                f"got budget={budget!r}, target_epsilon={target_epsilon!r}, "
+                "either budget, or target_epsilon and target_delta must be given, got "
+                f"budget={budget!r}, target_epsilon={target_epsilon!r}, "
                 f"target_delta={target_delta!r}"
             )
         self._targets, self._progress, self.target_delta = {}, progress, target_delta
         if budget is None:
-            run: dict[str, Any] = dict(
-                sample_rate=self.sample_rate,
-                noise_multiplier=self.noise_multiplier,
-                levels=self.levels,
-                steps=self.steps,
-                block=self.block,
-                target_delta=target_delta,
-            )
-            _checks.in_interval("target_epsilon", target_epsilon, 0, math.inf, closed="neither")
-            distinct, which = (
-                torch.as_tensor(target_epsilon, dtype=torch.float64)
-                .cpu()
-                .unique(return_inverse=True)
-            )
-            found = [
-                calibrate_filter(target_epsilon=epsilon, costs=costs, progress=progress, **run)
-                for epsilon in distinct.tolist()
-            ]
-            # Where a run cannot spend what two targets allow, the same budget keeps the smaller
-            # one.
-            for answer in reversed(found):
-                self._targets[answer.costs, answer.budget] = (answer.target_delta, answer.epsilon)
-            budget = torch.tensor([answer.budget for answer in found])[which]
-            tables = list(dict.fromkeys(answer.costs for answer in found))
-            which = torch.tensor([tables.index(answer.costs) for answer in found])[which]
+            budget, tables, which = self._calibrated(target_epsilon, costs)
         elif costs is None:
             raise ValueError("costs must be given with a budget, got None")
         else:
@@ -176,8 +150,8 @@ class ExactFilter(NormInput):
         ]
         self._budget = budget.to(self.device, torch.int64).expand(self.n).clone()
         self._spent = torch.zeros_like(self._budget)
-        # Who has which costs, (n,), and what a block costs each at no level and at each level, (n,
-        # K + 1).
+        # Who has which costs, (n,), and what a block costs each at no level and at each level,
+        # (n, K + 1).
         self._tables, self._which = tables, which.expand(self.n)
         self._costs = torch.tensor([(0, *own) for own in tables], device=self.device)
         self._costs = self._costs[which.to(self.device)].expand(self.n, -1)
@@ -185,6 +159,30 @@ class ExactFilter(NormInput):
         self._shares = torch.tensor(self.levels, dtype=torch.float64, device=self.device)
         self._norms = torch.cat([self._shares.new_zeros(1), self._shares * self.max_grad_norm])
         self._current, self._limits, self._steps_left = torch.zeros_like(self._budget), None, 0
+
+    def _calibrated(self, target_epsilon, costs):
+        """The budgets of the targets, the tables of costs, and which of these is whose."""
+        run: dict[str, Any] = dict(
+            sample_rate=self.sample_rate,
+            noise_multiplier=self.noise_multiplier,
+            levels=self.levels,
+            steps=self.steps,
+            block=self.block,
+            target_delta=self.target_delta,
+            costs=costs,
+            progress=self._progress,
+        )
+        _checks.in_interval("target_epsilon", target_epsilon, 0, math.inf, closed="neither")
+        targets = torch.as_tensor(target_epsilon, dtype=torch.float64).cpu()
+        distinct, which = targets.unique(return_inverse=True)
+        found = [calibrate_filter(target_epsilon=epsilon, **run) for epsilon in distinct.tolist()]
+        # Where a run cannot spend what two targets allow, the same budget keeps the smaller one.
+        for answer in reversed(found):
+            self._targets[answer.costs, answer.budget] = (answer.target_delta, answer.epsilon)
+        budget = torch.tensor([answer.budget for answer in found])[which]
+        tables = list(dict.fromkeys(answer.costs for answer in found))
+        which = torch.tensor([tables.index(answer.costs) for answer in found])[which]
+        return budget, tables, which
 
     @classmethod
     def for_plan(
@@ -198,8 +196,7 @@ class ExactFilter(NormInput):
         device: Device = None,
         progress: bool | None = None,
     ) -> "ExactFilter":
-        """The filter of a run of a `dpcompanion.training.DPSGDPlan` with one rate and one clip norm
-        for all.
+        """The filter of a run of a `DPSGDPlan` with one rate and one clip norm for all.
 
         Args:
             plan: it gives the number of examples, rate, noise, clip norm, steps and delta.
@@ -219,9 +216,8 @@ class ExactFilter(NormInput):
         >>> plan = DPSGDPlan(
         ...     n=4, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5
         ... )
-        >>> ExactFilter.for_plan(plan, {1.0: 0.5, 2.0: 0.5}, levels=[0.5, 1.0]).epsilon(
-        ...     1e-5
-        ... ).tolist()
+        >>> filter = ExactFilter.for_plan(plan, {1.0: 0.5, 2.0: 0.5}, levels=[0.5, 1.0])
+        >>> filter.epsilon(1e-5).tolist()
         [2.0, 2.0, 1.0, 1.0]
         """
         return cls(
@@ -281,7 +277,7 @@ class ExactFilter(NormInput):
 
         Raises:
             ValueError: levels that are none, or that some example cannot afford; nothing is
-            recorded then.
+                recorded then.
         """
         blocks = -(-_checks.whole_number("steps", steps, 1) // self.block)
         levels = torch.as_tensor(levels, dtype=torch.float64, device=self.device)
@@ -294,15 +290,13 @@ class ExactFilter(NormInput):
                 f"levels must be 0 or among {self._norms[1:].tolist()}, got "
                 f"{float(levels[wrong][0]):g}"
             )
-        # By division: a product of 64 bits could wrap around. No budget pays for more blocks than
-        # 2^53.
+        # By division: 64 bits could wrap around. No budget pays for more blocks than 2^53.
         blocks = min(blocks, 2**53 + 1)
         lacking = self._cost_of(index) > (self._budget - self._spent) // blocks
         if bool(lacking.any()):
             raise ValueError(
                 f"levels must be affordable for every example for {blocks} block(s) (see "
-                "levels_for), but "
-                f"{int(lacking.sum())} cannot afford them"
+                f"levels_for), but {int(lacking.sum())} cannot afford them"
             )
         self._pay(index, blocks)
 
@@ -324,8 +318,7 @@ class ExactFilter(NormInput):
         return self._limits.clone()  # what a caller does to it must not move the next step's
 
     def epsilon(self, delta: float, *, spent: Array | None = None) -> torch.Tensor:
-        """What is promised to each example at `delta`, before the run: (n,) float64, within a
-        relative 1e-3.
+        """Each example's promise at `delta`, before the run: (n,) float64, within a relative 1e-3.
 
         Args:
             delta: in (0, 1).

@@ -69,7 +69,7 @@ class Game:
         table: (B + 1,) upper bounds on the worst delta within each budget from 0 to B; ascending.
         interval: spacing of the grid.
         error: what the discretisation may have added to epsilon, to first order (it never
-        subtracts).
+            subtracts).
         first: index of the first grid point of `choices`.
         choices: (B + 1, points) int8, if asked for: which level to play with b left at ``(first +
             j) * interval``; -1 to leave a unit of the budget unspent.
@@ -104,6 +104,8 @@ def worst_case(
     r"""The worst delta of any adaptive sequence of these mechanisms within a budget: an upper
     bound, tight up to its grid.
 
+    Many arguments, since the grid and what is kept of it may be chosen, too.
+
     Args:
         pairs: K objects of `dpcompanion.filters.pairs`, which may be of different kinds.
         costs: (K,) whole numbers, at least 1.
@@ -133,23 +135,18 @@ def worst_case(
     times = [budget // cost for cost in costs]
     references = [pair.reference(direction, count, epsilon) for pair, count in zip(pairs, times)]
     tilt, log_delta = max(references, key=lambda reference: reference[1])
-    if (
-        budget * max(pair.largest_loss(direction) / cost for pair, cost in zip(pairs, costs))
-        <= epsilon
-    ):
+    largest = max(pair.largest_loss(direction) / cost for pair, cost in zip(pairs, costs))
+    if budget * largest <= epsilon:
         return Game(direction, epsilon, np.zeros(budget + 1), 0.0, 0.0)
     log_capped = [_LOG_CAPPED + max(log_delta, _LEAST) - math.log(count) for count in times]
+
+    def growth(tilt):
+        parts = zip(pairs, costs, log_capped)
+        return max(pair.log_mass(direction, tilt, log) / cost for pair, cost, log in parts)
+
     # A tilt that goes for deltas far below what floats hold, or that the moments do not allow, is
     # too large.
-    while (
-        tilt > 1e-3
-        and not budget
-        * max(
-            pair.log_mass(direction, tilt, log) / cost
-            for pair, cost, log in zip(pairs, costs, log_capped)
-        )
-        <= _LARGEST_MASS
-    ):
+    while tilt > 1e-3 and not budget * growth(tilt) <= _LARGEST_MASS:
         tilt *= 0.7
     if interval is None:
         interval = _interval(times, tilt, epsilon)
@@ -162,26 +159,16 @@ def worst_case(
             tilt *= 0.7
             continue
         low, high = _ends(laws, times, interval, epsilon)
-        if (
-            tilt > 1e-3
-            and tilt * max(high * interval - epsilon, epsilon - low * interval) > 2 * _LARGEST_MASS
-        ):
+        farthest = max(high * interval - epsilon, epsilon - low * interval)
+        if tilt > 1e-3 and tilt * farthest > 2 * _LARGEST_MASS:
             tilt *= 0.7
             continue
         work = budget * len(pairs) * (high - low + 1)
         if work <= _MOST_WORK and high - low < _LARGEST_GRID:
             break
         interval *= 1.25 * max(1.0, min(work / _MOST_WORK, 4.0))
-    table, kept = _play(
-        laws,
-        costs,
-        budget,
-        epsilon,
-        _Grid(tilt, interval, low, high),
-        stop_above,
-        choices,
-        progress,
-    )
+    grid = _Grid(tilt, interval, low, high)
+    table, kept = _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress)
     rise = max(
         count * max(math.log(law.masses.sum()) - law.log_mass, 0.0)
         for law, count in zip(laws, times)
@@ -196,9 +183,7 @@ def worst_case(
 
 
 def check_costs(costs, budget, count):
-    """Whole costs of `count` levels and a budget that pays for one at least; ValueError names what
-    is wrong.
-    """
+    """Whole costs of `count` levels and a budget that pays for one at least; else a ValueError."""
     costs = [
         _checks.whole_number("costs", cost, 1, 2**53) for cost in np.asarray(costs).ravel().tolist()
     ]
@@ -240,9 +225,7 @@ def _interval(times, tilt, epsilon):
 
 
 def _ends(laws, times, interval, epsilon):
-    """The window, in grid points: where tilted paths from 0 to epsilon go, and no farther than any
-    path can.
-    """
+    """The window of tilted paths from 0 to epsilon, in grid points; no farther than any can."""
     least = min(count * min(law.first, 0) for law, count in zip(laws, times))
     most = max(count * max(law.first + len(law.masses) - 1, 0) for law, count in zip(laws, times))
     goal = math.ceil(epsilon / interval)
@@ -264,9 +247,7 @@ def _ends(laws, times, interval, epsilon):
 
 
 class _Grid(NamedTuple):
-    """The tilt of losses, and the spacing and the ends of their grid: from low to high times the
-    interval.
-    """
+    """The tilt of losses, and spacing and ends of their grid: low to high times the interval."""
 
     tilt: float
     interval: float
@@ -274,10 +255,10 @@ class _Grid(NamedTuple):
     high: int
 
 
-def _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress):
-    """The table of V(b, 0), from above, and the maximising choices."""
-    tilt, interval, low, high = grid
-    size = high - low + 1
+def _spectra(laws, size):
+    """How far the laws reach to the left and to the right, how many points a transform of so many
+    values has, and the transforms of the laws, conjugated.
+    """
     left = max(0, -min(law.first for law in laws))
     right = max(0, max(law.first + len(law.masses) - 1 for law in laws))
     points = cast(int, next_fast_len(max(size + left + right, 16), real=True))
@@ -285,6 +266,14 @@ def _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress):
     for kernel, law in zip(kernels, laws):
         np.add.at(kernel, (law.first + np.arange(len(law.masses))) % points, law.masses)
     spectra = np.conj(cast(np.ndarray, rfft(kernels, axis=1)))
+    return left, right, points, spectra
+
+
+def _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress):
+    """The table of V(b, 0), from above, and the maximising choices."""
+    tilt, interval, low, high = grid
+    size = high - low + 1
+    left, right, points, spectra = _spectra(laws, size)
     # Three transforms, each with a relative error below 7 log2(points) units (Higham 2002, theorem
     # 24.2), doubled.
     rounding = [
@@ -300,14 +289,11 @@ def _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress):
     losses = (low + np.arange(size)) * interval
     below = np.exp(tilt * interval * np.arange(left, 0, -1))  # from the left end outwards, reversed
     beyond = (high + np.arange(1, right + 1)) * interval
-    ones, chord = (
-        np.exp(tilt * (epsilon - beyond)),
-        np.exp(tilt * (epsilon - beyond) - (beyond - high * interval)),
-    )
+    ones = np.exp(tilt * (epsilon - beyond))
+    chord = np.exp(tilt * (epsilon - beyond) - (beyond - high * interval))
     to_value = math.exp(-tilt * (epsilon - high * interval))
-    now = -np.expm1(np.minimum(epsilon - losses, 0)) * np.exp(
-        tilt * np.minimum(epsilon - losses, 0)
-    )
+    excess = np.minimum(epsilon - losses, 0)
+    now = -np.expm1(excess) * np.exp(tilt * excess)
 
     ring, order = max(costs) + 1, np.array(costs)
     history = np.zeros((ring, points // 2 + 1), dtype=complex)
@@ -325,18 +311,15 @@ def _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress):
                 products = history[(b - order[playable]) % ring] * spectra[playable]
                 values = cast(np.ndarray, irfft(products, n=points, axis=1))[:, :size]
                 for k in rows[playable]:
-                    i, most = (
-                        (b - costs[k]) % ring,
-                        math.exp(log_chernoff + growth * (b - costs[k])),
-                    )
+                    i = (b - costs[k]) % ring
+                    most = math.exp(log_chernoff + growth * (b - costs[k]))
                     taken = rounding[k] * norms[i] + laws[k].lost * most
                     slack = max(slack, slacks[i] * math.exp(growth * costs[k]) + taken)
                 last = now
                 if kept is not None and playable.any():
                     best = values.argmax(axis=0)
-                    kept[b] = np.where(
-                        values[best, np.arange(size)] > last, rows[playable][best], -1
-                    )
+                    better = values[best, np.arange(size)] > last
+                    kept[b] = np.where(better, rows[playable][best], -1)
                 now = np.maximum(last, values.max(axis=0)) if playable.any() else last
                 advance()
             if low <= 0 <= high:
@@ -347,9 +330,8 @@ def _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress):
                     table = table[: b + 1]
                     break
             padded[:size] = now
-            padded[size : size + right] = (
-                ones - max(1.0 - (now[-1] + slack) * to_value, 0.0) * chord
-            )
+            short = max(1.0 - (now[-1] + slack) * to_value, 0.0)
+            padded[size : size + right] = ones - short * chord
             if left:
                 padded[points - left :] = np.minimum(
                     (now[0] + slack) * below, math.exp(log_chernoff + growth * b)
@@ -371,12 +353,13 @@ def adaptive_delta(
     interval: float | None = None,
     progress: bool | None = None,
 ) -> float:
-    r"""Delta at `epsilon` of a run whose norms adapt to its outputs within a budget: an upper
-    bound.
+    r"""Delta at `epsilon` of a run whose norms adapt to outputs within a budget: an upper bound.
 
     Before each block of steps the example's level z is any function of the outputs so far, and of
     the example; its gradients are clipped to z times the clip norm during the block, which costs
     c(z) of the budget. Neighbouring relation: add or remove one example. Sampler: Poisson.
+
+    Many arguments, since a run, its levels and its budget are described by numbers.
 
     Args:
         sample_rate: in (0, 1].
@@ -436,8 +419,7 @@ def play(
     block: int = 1,
     **options: Any,
 ) -> Games:
-    """The games of `adaptive_delta` in both directions, with their errors, tables and, if asked
-    for, choices.
+    """The games of `adaptive_delta` both ways, with errors, tables and, if asked for, choices.
 
     Args:
         sample_rate: in (0, 1].

@@ -20,9 +20,11 @@ from dpcompanion.accounting import Guarantee, LedgerEntry, PersonalCosts
 class NormInput:
     """The n examples of a filter, and checks of their norms."""
 
-    #: Of what a ledger is told: "zero-out", which what holds for adding or removing implies, unless a plan says more.
+    #: Of what a ledger is told: "zero-out", which what holds for adding or removing implies, unless
+    #: a plan says more.
     relation, unit = "zero-out", "example"
-    #: The delta at which the targets are meant that the budgets were made from; None where budgets were given.
+    #: The delta at which the targets are meant that the budgets were made from; None where budgets
+    #: were given.
     target_delta: float | None = None
 
     def __init__(self, n, *, device):
@@ -61,9 +63,7 @@ class NormInput:
         return self
 
     def _checked_norms(self, norms, most=math.inf, slack=0.0):
-        """Norms from 0 to `most`, relatively at most `slack` above it, as (n,) float64 on the
-        filter's device.
-        """
+        """Norms from 0 to `most` (1 + `slack`), as (n,) float64 on the filter's device."""
         norms = torch.as_tensor(norms, dtype=torch.float64)
         if norms.shape != (self.n,):
             raise ValueError(f"norms must have shape ({self.n},), got {tuple(norms.shape)}")
@@ -84,6 +84,5 @@ class NormInput:
         if self._wrong is not None and bool(self._wrong):
             raise ValueError(
                 "norms must be at least 0, and for a RenyiFilter at most max_grad_norm, but some "
-                "that the filter was "
-                "given on the device were not"
+                "that the filter was given on the device were not"
             )

@@ -1,5 +1,4 @@
-r"""What a filter can charge for: dominating pairs (P, Q), each with the law of its privacy loss on
-a grid.
+r"""What a filter can charge for: dominating pairs (P, Q), each with its privacy loss on a grid.
 
 A pair stands for one stage of a run. Its loss :math:`L = \ln(P/Q)` under P is moved to a grid of
 spacing h by connecting the dots (Doroshenko et al. 2022): mass between two grid points is shared
@@ -196,12 +195,11 @@ class SampledGaussian:
 
 
 class Discrete:
-    """A mechanism with finitely many outputs, of probabilities `p` with the example and `q`
-    without.
+    """A mechanism with finitely many outputs, of probabilities `p` with the example `q` without.
 
     Args:
         p, q: sequences of the same length that sum to 1. Where q is 0 and p is not, the loss is
-        infinite.
+            infinite.
     """
 
     def __init__(self, p, q):

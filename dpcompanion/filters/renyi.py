@@ -116,8 +116,7 @@ class RenyiFilter(NormInput):
         if len(served) != len(orders):
             raise ValueError(
                 "orders must be ones at which the divergence is convex in the squared norm, such "
-                "as "
-                f"whole numbers, got {sorted(set(orders.tolist()) - set(served.tolist()))}"
+                f"as whole numbers, got {sorted(set(orders.tolist()) - set(served.tolist()))}"
             )
         self._table = table.to(self.device)
         self._orders, self._budgets = orders.to(self.device), budgets[:, place.to(self.device)]
@@ -203,10 +202,8 @@ class RenyiFilter(NormInput):
         overhead = torch.log1p(-1 / usual) - (math.log(delta) + usual.log()) / (usual - 1)
         distinct, which = targets.reshape(-1).unique(return_inverse=True)
         room = distinct[:, None] - overhead
-        budget, best = (
-            room.gather(1, (room / cost).argmax(dim=1, keepdim=True)),
-            (room / cost).argmax(dim=1),
-        )
+        budget = room.gather(1, (room / cost).argmax(dim=1, keepdim=True))
+        best = (room / cost).argmax(dim=1)
         if bool((budget <= 0).any()):
             raise ValueError(
                 f"target_epsilons must leave room for a step at some order, got {distinct[0]:g} at "
@@ -236,8 +233,7 @@ class RenyiFilter(NormInput):
         order: float | None = None,
         device: Device = None,
     ) -> "RenyiFilter":
-        """The filter of a run of a `dpcompanion.training.DPSGDPlan` with one rate and one clip norm
-        for all.
+        """The filter of a run of a `DPSGDPlan` with one rate and one clip norm for all.
 
         Args:
             plan: it gives the number of examples, rate, noise, clip norm and delta.
@@ -270,7 +266,7 @@ class RenyiFilter(NormInput):
 
         Args:
             norms: (n,), from 0 to `max_grad_norm`: the lengths to which gradients will be clipped
-            in this step.
+                in this step.
 
         Where filter and norms are on a GPU nothing here waits for it: whose norm is refused leaves,
         and that it was is found when `epsilon` or `state_dict` is asked for.
@@ -302,9 +298,7 @@ class RenyiFilter(NormInput):
         return torch.where(self._admit(norms), norms, 0)
 
     def epsilon(self, delta: float) -> torch.Tensor:
-        """The epsilon that each example's budgets guarantee at `delta`, whatever happens: (n,)
-        float64.
-        """
+        """The epsilon that each example's budgets guarantee at `delta`: (n,) float64."""
         _checks.in_interval("delta", delta, 0, 1, closed="neither")
         self._check_nothing_refused()
         return rdp_to_epsilon(self._budgets.clamp(max=1e30), self._orders, delta)[0]

@@ -1,6 +1,4 @@
-"""By how much an example's gradient depends on the rest of its batch; accounting for floats assumes
-by nothing.
-"""
+"""How much a gradient depends on the rest of its batch; accounting for floats assumes none."""
 
 import torch
 
@@ -27,6 +25,8 @@ def batch_dependence_error(
     The gradient of each of some examples, as a run with ``arithmetic="float"`` adds it up, alone
     and in batches of random size and composition; the norm of the difference to the gradient alone,
     over its norm. It is a measurement on this machine and these data, not a bound.
+
+    Many arguments, since it takes what a run takes, and how many batches are tried.
 
     Args:
         model: a module that treats examples one by one.

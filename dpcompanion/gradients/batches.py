@@ -1,5 +1,4 @@
-"""Examples whose inputs are several tensors, as one object that is cut along its first axis like a
-tensor.
+"""Examples whose inputs are several tensors, as one object, cut along its first axis like a tensor.
 
 A language model takes token ids, a mask and labels; a person's rows come with the number of them.
 `Batch` holds such tensors by name, and a nesting of them (`Batch.of`). It is a pytree of PyTorch's,
@@ -95,9 +94,7 @@ class Batch:
         return Batch._of({name: function(t) for name, t in self.tensors.items()}, self._nesting)
 
     def __getitem__(self, index: Any) -> Any:
-        """The tensor of that name, or for rows (a slice, a tensor of indices or booleans) the batch
-        of these.
-        """
+        """The tensor of a name, or for rows (a slice, indices, booleans) their batch."""
         return self.tensors[index] if isinstance(index, str) else self.map(lambda t: t[index])
 
     def __contains__(self, name: str) -> bool:

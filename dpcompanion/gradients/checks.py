@@ -45,9 +45,7 @@ def check_data(x, y, n=None):
 
 
 def check_types(model, x):
-    """The model's trainable parameters are of one floating-point type, which inputs with a fraction
-    have too.
-    """
+    """Trainable parameters are of one floating-point type, as inputs with a fraction."""
     types = {p.dtype for p in model.parameters() if p.requires_grad}
     if len(types) > 1 or not all(dtype.is_floating_point for dtype in types):
         raise ValueError(
@@ -63,8 +61,7 @@ def check_types(model, x):
 
 
 def check_model(model):
-    """Refuse layers that mix examples or keep statistics of them, and models that are spread over
-    processes.
+    """Refuse layers that mix examples or keep statistics of them, and models spread over processes.
 
     A batch norm in evaluation mode, with statistics that it has from elsewhere, does neither: it is
     a fixed linear map.
@@ -79,8 +76,8 @@ def check_model(model):
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
                 f"model must be plain Python, but layer {name or 'model'!r} is a "
-                f"{type(module).__name__} of torch.jit, "
-                "which gives no gradients of single examples: give the module that it was made of"
+                f"{type(module).__name__} of torch.jit, which gives no gradients of single "
+                "examples: give the module that it was made of"
             )
         mixes = (
             isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
@@ -92,8 +89,8 @@ def check_model(model):
                 f"model must treat examples one by one, but layer {name or 'model'!r} is a "
                 f"{type(module).__name__} "
                 f"{'in training mode' if module.training else 'without statistics'}, which mixes "
-                "them; put a "
-                "pretrained one into evaluation mode and leave it there, or take group norm"
+                "them; put a pretrained one into evaluation mode and leave it there, or take group "
+                "norm"
             )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("model must have a trainable parameter, got none")
@@ -127,10 +124,9 @@ def check_alone(model, *, opacus=False, name="model", tensors=True):
         raise ValueError(
             f"{name} must be a plain module, whole on each process, but it is or holds "
             f"{min(wrappers, default=None) or inside[0]}, whose gradients are not clipped before "
-            "they are sent between "
-            f"processes; give the module itself, {cure if inside else 'model.module'}: train and "
-            "the engine cut each "
-            "draw among the ranks of torch.distributed and add up clipped sums themselves"
+            "they are sent between processes; give the module itself, "
+            f"{cure if inside else 'model.module'}: train and the engine cut each draw among the "
+            "ranks of torch.distributed and add up clipped sums themselves"
             + ("; the engine takes fully_shard in ghost mode" if opacus and inside else "")
         )
 
@@ -144,10 +140,8 @@ def check_sums(model):
         if p.requires_grad and p.element_size() < 4:
             raise ValueError(
                 "model must have trainable parameters in float32 or float64, in which clipped "
-                "gradients are added up, "
-                f"but {name!r} is {p.dtype}; use model.float(), with precision='bf16' for speed, "
-                "or a plan with "
-                "arithmetic='float'"
+                f"gradients are added up, but {name!r} is {p.dtype}; use model.float(), with "
+                "precision='bf16' for speed, or a plan with arithmetic='float'"
             )
 
 
@@ -188,9 +182,8 @@ def check_products(device):
     if shortens_products(device):
         raise ValueError(
             "clipped gradients must be added up in full float32, but PyTorch is set to multiply "
-            "matrices in a shorter "
-            "type; use torch.set_float32_matmul_precision('highest'), with precision='bf16' for "
-            "speed"
+            "matrices in a shorter type; use torch.set_float32_matmul_precision('highest'), with "
+            "precision='bf16' for speed"
         )
 
 
@@ -205,8 +198,8 @@ def check_arithmetic(device):
     if autocasts(device):
         raise ValueError(
             "per-example gradients must be taken outside torch.autocast, which would round them "
-            "and their sums to "
-            f"{torch.get_autocast_dtype(device.type)}; leave it, and use precision='bf16' for speed"
+            f"and their sums to {torch.get_autocast_dtype(device.type)}; leave it, and use "
+            "precision='bf16' for speed"
         )
 
 
@@ -221,9 +214,8 @@ def check_trained(model, parameters):
         )
         raise ValueError(
             "model must keep its trainable parameters while it is trained, but these were frozen, "
-            "unfrozen or "
-            f"exchanged: {', '.join(differ)}; train one after the other, each with a plan of its "
-            "own"
+            f"unfrozen or exchanged: {', '.join(differ)}; train one after the other, each with a "
+            "plan of its own"
         )
 
 
@@ -233,23 +225,18 @@ def numbers_of(plan):
 
 
 def check_plan(plan, ours, numbers):
-    """A callback has not put another plan in the place of ours, nor other numbers into it than
-    `numbers_of` it.
-    """
+    """A callback has put no other plan in place of ours, nor other numbers than `numbers_of` it."""
     now = [torch.as_tensor(each) for each in (plan.sample_rate, plan.max_grad_norm)]
     if plan is not ours or not all(map(torch.equal, now, numbers)):
         raise ValueError(
             "plan must stay what it was when the run began, or its account would be that of "
-            "another run, but a "
-            "callback has changed it: for other noise or clip norms, train by one plan after the "
-            "other"
+            "another run, but a callback has changed it: for other noise or clip norms, train by "
+            "one plan after the other"
         )
 
 
 def check_optimizer(optimizer, model):
-    """The optimizer holds every trainable parameter of the model, nothing of another, and needs no
-    closure.
-    """
+    """The optimizer holds the model's trainable parameters, no others, and needs no closure."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             "optimizer must be one of torch.optim, made of the model's parameters, got "
@@ -268,15 +255,13 @@ def check_optimizer(optimizer, model):
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(
             "optimizer must take dense gradients, since noise is added to every weight, but "
-            "SparseAdam takes sparse "
-            "ones only; use torch.optim.Adam"
+            "SparseAdam takes sparse ones only; use torch.optim.Adam"
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
             f"optimizer must step once a gradient, but {type(optimizer).__name__} evaluates the "
-            "loss "
-            "again, which would need noise again"
+            "loss again, which would need noise again"
         )
 
 
@@ -314,7 +299,8 @@ def check_losses(losses, n):
         raise ValueError(
             f"loss must return one number an example, shape ({n},), got {got}"
             + (": a number for the whole batch cannot be taken apart" if got == "shape ()" else "")
-            + "; use reduction='none', and the mean over an example's own tokens where it has several"
+            + "; use reduction='none', and the mean over an example's own tokens where it has "
+            "several"
         )
     return losses
 
@@ -357,10 +343,8 @@ def check_batched(dataset, name="data"):
     if len(dataset) > 2 and _changes_beside_another(dataset):
         raise ValueError(
             f"{name} must give an item that is made of one example, but of its __getitems__ item 0 "
-            "changes with the "
-            "item that is asked for beside it, as by mixup or by a mean over the batch: then no "
-            "clip norm bounds what "
-            "one of them contributes"
+            "changes with the item that is asked for beside it, as by mixup or by a mean over the "
+            "batch: then no clip norm bounds what one of them contributes"
         )
 
 
@@ -395,8 +379,7 @@ def _check_order(dataset, name):
             ):
                 raise ValueError(
                     f"{name} must give items in the order in which it is asked for them, but its "
-                    "__getitems__ gives "
-                    "others than its __getitem__"
+                    "__getitems__ gives others than its __getitem__"
                 )
 
 
@@ -447,10 +430,8 @@ def check_forgets_items(dataset, name="data"):
     if rounds == _ROUNDS:
         raise ValueError(
             f"{name} must give an item that is made of one example, but its item 0 changes when "
-            "item "
-            f"{len(dataset) - 1} is read before it, as in a data set that mixes examples or keeps "
-            "statistics of them: "
-            "then no clip norm bounds what one of them contributes"
+            f"item {len(dataset) - 1} is read before it, as in a data set that mixes examples or "
+            "keeps statistics of them: then no clip norm bounds what one of them contributes"
         )
 
 

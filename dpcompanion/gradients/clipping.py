@@ -46,7 +46,6 @@ import types
 import weakref
 
 import torch
-import torch.nn.functional as F
 
 from dpcompanion import _checks
 from dpcompanion._types import Loss
@@ -64,18 +63,13 @@ from dpcompanion.gradients.tensors import UnsupportedModel
 METHODS = ("auto", "mixed", "ghost", "func")
 
 
-def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of each example, (n,).
-
-    >>> cross_entropy(torch.zeros(2, 3), torch.tensor([0, 2]))
-    tensor([1.0986, 1.0986])
-    """
-    return F.cross_entropy(outputs, targets, reduction="none")
-
-
 def _in_microbatches(
     model, loss, x, y, max_grad_norm, method, microbatch_size, precision, float64=False
 ):
+    """What `clipped_sum` adds up, microbatch by microbatch.
+
+    Many arguments, since it takes what `clipped_sum` takes.
+    """
     checks.check_data(x, y)
     checks.check_types(model, x)
     if max_grad_norm is not None and not float64:
@@ -124,20 +118,17 @@ def _by_func(model, loss, x, y, limit, float64):
 
 _TAKEN_BY_FUNC = (
     "model must be one that torch.func's vmap and grad can take (recurrent layers often are not, "
-    "of which "
-    "opacus.layers has some that are; models of transformers are with attn_implementation='eager')"
+    "of which opacus.layers has some that are; models of transformers are with "
+    "attn_implementation='eager')"
 )
 
 
 def _materialized(method):
-    """What `method` becomes where sums are added up in float64: whatever is added up has been
-    measured.
-    """
+    """What `method` becomes where sums are in float64: whatever is added up has been measured."""
     if method == "ghost":
         raise ValueError(
             "method must be 'auto', 'mixed' or 'func' where sums are added up in float64, got "
-            "'ghost', which measures "
-            "gradients that it does not hold"
+            "'ghost', which measures gradients that it does not hold"
         )
     return "materialized" if method == "mixed" else method
 
@@ -155,6 +146,8 @@ def clipped_sum(
     float64: bool = False,
 ) -> ClippedSum:
     """Sum of the clipped gradients of the examples (x, y), with their norms and losses.
+
+    Many arguments, since method, precision and memory may be chosen, each with a default.
 
     Args:
         model: a module; its parameters with requires_grad count.
@@ -222,8 +215,7 @@ def gradient_norms(
     microbatch_size: int | None = None,
     precision: str | None = None,
 ) -> torch.Tensor:
-    """Norms of the gradients of the examples (x, y) over all trainable parameters, (n,); inf where
-    not finite.
+    """Gradient norms of the examples (x, y) over all trainable parameters, (n,); inf if not finite.
 
     Memory: one microbatch.
 
@@ -242,9 +234,8 @@ def gradient_norms(
             seen not to consist of layers, or a precision that the model or the device does not
             have.
 
-    >>> gradient_norms(
-    ...     torch.nn.Linear(3, 2), cross_entropy, torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])
-    ... ).shape
+    >>> x, y = torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])
+    >>> gradient_norms(torch.nn.Linear(3, 2), cross_entropy, x, y).shape
     torch.Size([5])
     """
     norms = [
@@ -259,8 +250,7 @@ def gradient_norms(
 
 
 def resolve_method(model, loss, x, y, method="auto", precision=None, *, float64=False):
-    """The method that "auto" stands for: "mixed" if the model can be taken apart into layers, else
-    "func".
+    """The method that "auto" stands for: "mixed" if the model can be taken apart, else "func".
 
     Layers are trusted only if norms and sums agree with plain autograd
     (`dpcompanion.gradients.proof`) for the examples with the largest gradients of a probe of (x,
@@ -308,10 +298,9 @@ def _where(inside, error):
 _ADVICE = "; use method='func'"
 _DATA_DEPENDENT = (
     "what is computed there depends on numbers in its inputs, by .item(), `if` or a mask as an "
-    "index, which vmap "
-    "cannot follow. A model of transformers looks whether a mask (n, T) masks anything: give it "
-    "one of shape "
-    "(n, 1, T, T), 0 where a position counts and torch.finfo(dtype).min where not"
+    "index, which vmap cannot follow. A model of transformers looks whether a mask (n, T) masks "
+    "anything: give it one of shape (n, 1, T, T), 0 where a position counts and "
+    "torch.finfo(dtype).min where not"
 )
 
 
@@ -405,8 +394,7 @@ def _resolved(model, loss, x, y, precision, float64):
 
 
 def look_again(model, loss, x, y):
-    """Refuse a model or loss that is seen to mix some of the examples (x, y), without the rest of a
-    proof.
+    """Refuse a model or loss that is seen to mix some examples (x, y), without the rest of a proof.
 
     Raises:
         ValueError: as of `resolve_method`.

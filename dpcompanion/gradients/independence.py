@@ -1,5 +1,4 @@
-"""Is an example's loss its own? The same whoever else is in the batch, and whatever the model has
-seen before.
+"""Is an example's loss its own, whoever else is in the batch, and whatever the model saw before?
 
 >>> def weighted(outputs, y):
 ...     return torch.nn.functional.cross_entropy(
@@ -9,10 +8,12 @@ seen before.
 >>> check_independence(torch.nn.Linear(3, 2), weighted, x, y)
 Traceback (most recent call last):
     ...
-ValueError: model must treat examples one by one, but the loss of an example depends on the rest of the batch: ...
+ValueError: model must treat examples one by one, but the loss of an example depends on the rest
+of the batch: ...
 """
 
 import torch
+import torch.nn.functional as F
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -21,6 +22,15 @@ from dpcompanion.gradients.traces import beginning_alike, buffers_kept, evaluati
 
 # Examples of the batches in which others are replaced.
 _BATCH = 64
+
+
+def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of each example, (n,).
+
+    >>> cross_entropy(torch.zeros(2, 3), torch.tensor([0, 2]))
+    tensor([1.0986, 1.0986])
+    """
+    return F.cross_entropy(outputs, targets, reduction="none")
 
 
 def check_independence(model, loss, x, y):
@@ -93,16 +103,13 @@ def check_company(model, loss, x, y):
         if not alike(first[kept], found[kept]):
             raise ValueError(
                 "model must treat examples one by one, but the loss of an example depends on the "
-                "rest of the batch, or "
-                f"its random numbers do: {first[kept][:4].tolist()} in one batch, "
-                f"{found[kept][:4].tolist()} in another"
+                f"rest of the batch, or its random numbers do: {first[kept][:4].tolist()} in one "
+                f"batch, {found[kept][:4].tolist()} in another"
             )
 
 
 def check_stateless(model, loss, x, y):
-    """Refuse a model whose loss of an example depends on what it has seen before, one example at a
-    time.
-    """
+    """Refuse a model whose loss of an example depends on what it has seen before, one by one."""
     ends = [torch.tensor([row]) for row in (0, len(x) - 1, 0)]
     first, _, again = (_losses_alike(model, loss, x, y, row) for row in ends)
     check_repeats(first, again)
@@ -130,18 +137,14 @@ def check_repeats(first, again):
     if not alike(first, again):
         raise ValueError(
             "model must give the same losses for the same examples and draws, but they change from "
-            "pass to pass: "
-            f"{first[:4].tolist()}, then {again[:4].tolist()}; it must keep nothing of the "
-            "examples that it has seen, "
-            "and draw from no generator of its own"
+            f"pass to pass: {first[:4].tolist()}, then {again[:4].tolist()}; it must keep nothing "
+            "of the examples that it has seen, and draw from no generator of its own"
         )
 
 
 def _losses_alike(model, loss, x, y, rows):
-    rows, quiet = (
-        rows.to(x.device),
-        [m for m in model.modules() if isinstance(m, torch.nn.RReLU) and m.training],
-    )
+    rows = rows.to(x.device)
+    quiet = [m for m in model.modules() if isinstance(m, torch.nn.RReLU) and m.training]
     with torch.no_grad(), beginning_alike(model, x.device):
         try:
             for module in quiet:
@@ -153,9 +156,7 @@ def _losses_alike(model, loss, x, y, rows):
 
 
 def alike(one, other):
-    """Whether numbers of batches of one size are the same up to rounding, which is less than
-    between sizes.
-    """
+    """Whether numbers of batches of one size agree up to rounding, less than between sizes."""
     floor = tolerances(one)[1]
     largest = float(torch.nan_to_num(one, posinf=0, neginf=0).abs().max()) if one.numel() else 0.0
     return one.shape == other.shape and torch.allclose(
@@ -164,12 +165,11 @@ def alike(one, other):
 
 
 def check_loss(loss, args, losses, kwargs=None, parts=None, name="loss"):
-    """Refuse a loss that mixes examples: of a part of a batch it must give what it gives of all of
-    it.
+    """Refuse a loss that mixes examples: of a part of a batch it must give what it gives of all.
 
     The outputs of the model are given, so this costs little and is looked at in every pass. A loss
     that draws at random cannot be compared: it is left to the other proofs of `train`, and refused
-    where parts are given, as by the engine, which has no other.
+    where parts are given, as by the engine, which has no other. `cross_entropy` needs no look.
 
     Args:
         loss: what was called with `args` and `kwargs` and gave `losses`.
@@ -184,7 +184,7 @@ def check_loss(loss, args, losses, kwargs=None, parts=None, name="loss"):
         ValueError: with an example's loss in both.
     """
     n, given = len(losses), (args, kwargs or {})
-    if n < 2:
+    if n < 2 or loss is cross_entropy:
         return None
     outputs = [t for t in tree_leaves(args[:1]) if isinstance(t, torch.Tensor)]
     if parts is None and not any(t.ndim and len(t) == n for t in outputs):
@@ -234,8 +234,6 @@ def refuse_loss(whole=None, part=None, name="loss"):
     )
     raise ValueError(
         f"{name} must give each example's own, but an example's loss depends on the rest of the "
-        "batch, or on chance"
-        f"{seen}: class weights or a mean over the tokens of a batch do that; use reduction='none' "
-        "and divide by what "
-        "belongs to the example alone"
+        f"batch, or on chance{seen}: class weights or a mean over the tokens of a batch do that; "
+        "use reduction='none' and divide by what belongs to the example alone"
     )

@@ -295,9 +295,7 @@ class GhostReparametrized:
         return self.held.gradients if self.held else {}
 
     def hold(self):
-        """This, with gradients of the effective weight held for the sum, the very numbers that are
-        measured.
-        """
+        """This, with the effective weight's gradients held for the sum: the numbers measured."""
         self.held = _explicit_matrices(self.ghost.module, self.ghost.uses)
         self._squares, self.ghost.uses = self.squared_norms(), []
         return self
@@ -361,9 +359,7 @@ class GhostReparametrized:
         return self.ghost.rounded_on(squares, stretch) + self.ghost.bias_squares()
 
     def _squares_in_short(self, stretches):
-        """Squared norms of the gradients that `_effective` gives, or were before they were
-        rounded.
-        """
+        """Squared norms of the gradients that `_effective` gives, or were before rounding."""
         measures = [
             self.module.pulled_squares(**self._parameters(run)) for run in range(len(stretches))
         ]
@@ -486,10 +482,8 @@ def float64_sum(layer, factors):
         return sums
     if isinstance(layer, GhostEmbedding):
         pairs, rows = layer.sums()
-        scaled, size = (
-            rows * factors[pairs // len(layer.module.weight)][:, None],
-            len(layer.module.weight),
-        )
+        scaled = rows * factors[pairs // len(layer.module.weight)][:, None]
+        size = len(layer.module.weight)
         return {"weight": scaled.new_zeros(size, rows.shape[1]).index_add_(0, pairs % size, scaled)}
     ((a, g),) = layer.uses
     a, g = a.reshape(len(a), -1).double(), g.reshape(len(g), -1).double() * factors[:, None]

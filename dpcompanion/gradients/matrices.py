@@ -1,5 +1,4 @@
-"""Linear layers and convolutions as products of matrices: what went in, and the gradients of what
-came out.
+"""Linear layers and convolutions as matrix products: what went in, and gradients of what came out.
 
 >>> layer = nn.Linear(3, 2)
 >>> inputs, outputs = matrices(
@@ -29,9 +28,7 @@ def padded(conv, a):
 
 
 def _image(conv, a, room):
-    """(n, channels, height, width) -> padded, with the channels last, (n, height, width,
-    channels).
-    """
+    """(n, channels, height, width) -> padded, channels last, (n, height, width, channels)."""
     if conv.padding_mode != "zeros":
         return padded(conv, a).contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
     left, right, top, bottom = conv._reversed_padding_repeated_twice
@@ -51,8 +48,7 @@ def _copied(windows, room):
 
 
 def _patches(conv, a, room=None):
-    """(n, channels, height, width) -> (n, groups, positions, in), what each position of the output
-    sees.
+    """(n, channels, height, width) -> (n, groups, positions, in), what each output position sees.
 
     The channels of a patch lie side by side, which is several times faster to copy than the order
     of the weight. Examples that are worked on a few at a time go to the same `room`, a dict that is
@@ -177,10 +173,8 @@ def weight_gradients(module, uses):
     out, inside, *kernel = module.weight.shape
 
     def of_use(a, g):
-        found, positions = (
-            g.new_empty(len(a), out, *kernel, inside),
-            count_positions(module, [(a, g)]),
-        )
+        found = g.new_empty(len(a), out, *kernel, inside)
+        positions = count_positions(module, [(a, g)])
         strips = bool(kernel) and _by_strips(module, positions, g.dtype)
         seen = module.weight[0].numel() // (kernel[0] if strips else 1)
         # More in bfloat16: of few examples its products are too short for what it takes to begin
@@ -202,14 +196,10 @@ def _at_once(module, a, g, found, room):
 
 
 def _by_rows(conv, a, g, found, room):
-    """Of patches of 3 x 3 pixels only a third is copied, with one product for each row of the
-    kernel.
-    """
-    inputs, positions, per_row = (
-        _strips(conv, a, room),
-        g[0, 0].numel(),
-        conv.dilation[0] * g.shape[3],
-    )
+    """Of patches of 3 x 3 pixels only a third is copied, with a product a row of the kernel."""
+    inputs = _strips(conv, a, room)
+    positions = g[0, 0].numel()
+    per_row = conv.dilation[0] * g.shape[3]
     outputs = g.reshape(len(inputs), -1, positions)
     found = found.view(len(inputs), outputs.shape[1], conv.kernel_size[0], -1)
     for row in range(conv.kernel_size[0]):

@@ -29,12 +29,12 @@ import torch
 from dpcompanion.gradients import traces
 from dpcompanion.gradients.sums import bytes_left
 
-#: Bytes that the examples which go through a network at once may leave, and the fewest and most such examples
-#: (measured on one core, for networks of 10^4 to 3 * 10^6 parameters; twice or half as many change little).
+#: Bytes that the examples which go through a network at once may leave, and the fewest and most
+#: such examples. Measured on one core, for networks of 10^4 to 3 * 10^6 parameters; twice or half
+#: as many change little.
 BYTES, FEWEST, MOST = 2**24, 32, 512
 
-# {model: {what else matters: bytes that an example leaves}}: they depend on shapes alone, and are
-# counted once.
+# {model: {what else matters: bytes that an example leaves}}: counted once, by shapes alone.
 _counted = weakref.WeakKeyDictionary()
 
 

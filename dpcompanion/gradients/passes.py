@@ -57,9 +57,7 @@ def norms_of_all(
 
 
 def resolve_method(model, loss, examples, method, precision=None):
-    """The method that is proved right for this model (`clipping.resolve_method`), in evaluation
-    mode.
-    """
+    """The method proved right for this model (`clipping.resolve_method`), in evaluation mode."""
     device, (x, y) = next(model.parameters()).device, examples.probe
     rows = proof.rows_to_look_through(len(x))
     with undisturbed(model) as inner:
@@ -78,17 +76,13 @@ def state_of(model):
 
 
 def loaded_at_once(x):
-    """512 examples of up to 8,192 numbers, fewer of larger ones, lest what they leave fill a
-    GPU.
-    """
+    """512 examples of up to 8,192 numbers, fewer if larger, lest what they leave fill a GPU."""
     return min(512, max(16, 2**22 // max(1, x[0].numel())))
 
 
 @contextlib.contextmanager
 def undisturbed(model):
-    """The model in evaluation mode, without the hooks of Opacus' GradSampleModule, and as it was
-    afterwards.
-    """
+    """The model in evaluation mode, without hooks of Opacus' GradSampleModule; then as it was."""
     inner = getattr(model, "_module", model)  # what carries the hooks need not be a module itself
     modes = {module: module.training for module in inner.modules()}
     hooked = getattr(model, "hooks_enabled", False)

@@ -20,15 +20,16 @@ engine proves what Opacus finds by the same probe, tolerances and weights nearby
 * Each example is clipped to another share of its gradient, so that whose gradient is whose is
   proved too, and each parameter's gradient is looked at by itself.
 
->>> from dpcompanion.gradients import clipping
+>>> from dpcompanion.gradients import clipped_sum, cross_entropy
 >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(50, 3), torch.arange(50) % 2
 >>> def half(x, y, limits):
-...     found = clipping.clipped_sum(model, clipping.cross_entropy, x, y, limits)
+...     found = clipped_sum(model, cross_entropy, x, y, limits)
 ...     return found.norms / 2, found.gradients
->>> prove(model, clipping.cross_entropy, x, y, half)
+>>> prove(model, cross_entropy, x, y, half)
 Traceback (most recent call last):
     ...
-dpcompanion.gradients.tensors.UnsupportedModel: the norms of gradients are wrong by up to 50% against plain autograd
+dpcompanion.gradients.tensors.UnsupportedModel: the norms of gradients are wrong by up to 50%
+against plain autograd
 """
 
 import contextlib
@@ -42,8 +43,7 @@ from dpcompanion.gradients.independence import check_company, check_independence
 from dpcompanion.gradients.tensors import UnsupportedModel, in_best_format, losses_in, tolerances
 from dpcompanion.gradients.traces import beginning_alike, evaluating, weights_nearby
 
-# Examples that are looked through, those of them whose gradients are computed, and those that are
-# compared.
+# Examples that are looked through, those with gradients computed, and those compared.
 _LOOKED_THROUGH, PROBED, COMPARED = 64, 16, 4
 
 
@@ -51,9 +51,7 @@ _LOOKED_THROUGH, PROBED, COMPARED = 64, 16, 4
 
 
 def rows_to_look_through(n):
-    """At most 64 of n rows, evenly spread: first every fourth of them, then those between, (k,)
-    int64.
-    """
+    """At most 64 of n rows, evenly spread: first every fourth, then those between, (k,) int64."""
     spread = (
         torch.linspace(0, max(n - 1, 0), min(n, _LOOKED_THROUGH), dtype=torch.float64)
         .round()
@@ -63,9 +61,7 @@ def rows_to_look_through(n):
 
 
 def probed(alone: Callable[[int], Iterable[torch.Tensor]], n: int) -> dict[int, float]:
-    """{row: norm of the gradient `alone`} of a probe spread over n examples, until 16 of these are
-    finite.
-    """
+    """{row: norm of the gradient `alone`} of a probe over n examples, until 16 are finite."""
     norms = {}
     for row in rows_to_look_through(n).tolist():
         norms[row] = float(norms_of(alone(row)).norm())
@@ -131,8 +127,7 @@ def twice(parameters, compare, rows, nearby=None):
 
 
 def prove(model, loss, x, y, candidate):
-    """Raise unless `candidate` is what plain autograd says of the examples with the largest
-    gradients.
+    """Raise unless `candidate` is what autograd says of the examples with the largest gradients.
 
     Args:
         model: a module, on the device of x; it is put into evaluation mode for the proof, and back.
@@ -145,7 +140,7 @@ def prove(model, loss, x, y, candidate):
     Raises:
         UnsupportedModel: a norm or a sum is wrong, or no example has a finite gradient.
         ValueError: an example's loss changes with its company, or with what the model has seen
-        before.
+            before.
     """
     with evaluating(model):
         rows = largest_gradients(model, loss, x, y, PROBED)
@@ -189,10 +184,8 @@ def prove_alone(model, loss, x, y, candidate):
     mode nothing can be said.
     """
     with evaluating(model):
-        rows, way = (
-            largest_gradients(model, loss, x, y).tolist(),
-            _Way(model, loss, x, y, candidate),
-        )
+        rows = largest_gradients(model, loss, x, y).tolist()
+        way = _Way(model, loss, x, y, candidate)
         if rows and all(map(torch.equal, way.alone(rows[0]), way.alone(rows[0]))):
             twice(way.parameters, way.compare, rows, nearby=rows)
 

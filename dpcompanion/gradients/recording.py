@@ -1,5 +1,4 @@
-"""What each trainable layer of a network was given, and the gradients that come back to what it
-gave.
+"""What each trainable layer of a network was given, and gradients that come back to what it gave.
 
 >>> model, found = torch.nn.Linear(3, 2), {}
 >>> recorder = Recorder(model)
@@ -20,9 +19,7 @@ from dpcompanion.gradients.tensors import UnsupportedModel, own_parameters
 
 
 class Recorder:
-    """Forward hooks that note, for each trainable layer, its inputs and where the gradients of its
-    outputs arrive.
-    """
+    """Forward hooks that note a trainable layer's inputs and where gradients of outputs arrive."""
 
     def __init__(self, model):
         self.uses, self._examples = {}, None
@@ -34,8 +31,7 @@ class Recorder:
             if any(isinstance(part, _DropoutNd) and part.p for part in module.modules()):
                 raise UnsupportedModel(
                     f"layer {name or 'model'!r} has parameters of its own around dropout, which "
-                    "would be sampled "
-                    "again; use method='func'"
+                    "would be sampled again; use method='func'"
                 )
             for parameter in own_parameters(module).values():
                 if parameter in seen:
@@ -62,10 +58,8 @@ class Recorder:
             # Made once for all examples, as embeddings of positions are: each gets a use of its
             # own, of the same numbers, in whose place the broadcast of what comes after would have
             # put them.
-            a, output = (
-                a.expand(self._examples, *a.shape[1:]),
-                output.expand(self._examples, *output.shape[1:]),
-            )
+            a = a.expand(self._examples, *a.shape[1:])
+            output = output.expand(self._examples, *output.shape[1:])
         # Once a view is changed in place, autograd no longer comes by the node that it had. A
         # tensor of its own keeps that node (linear layers on more than two axes and instance norm
         # return views).
@@ -141,26 +135,11 @@ class Recorder:
                     )
                 else:
                     first.append((module, use, edge))
-        silent = [
-            p
-            for module in self.owners
-            if module not in self.uses
-            for p in own_parameters(module).values()
-        ]
-        with torch.enable_grad():
-            # weights of ones would make PyTorch import SymPy: a second, and 30 MB
-            total = losses.sum()
         try:
-            gradients = torch.autograd.grad(
-                total, [*(edge for _, _, edge in first), *silent], allow_unused=True
-            )
+            gradients = self._gradients(losses, [edge for _, _, edge in first])
         finally:
             for handle in handles:
                 handle.remove()
-        if any(g is not None for g in gradients[len(first) :]):
-            raise UnsupportedModel(
-                "a parameter is used outside the forward method of its layer; use method='func'"
-            )
         for (module, use, _), g in zip(first, gradients):
             if g is not None:
                 arrived(module, use, g)
@@ -174,6 +153,26 @@ class Recorder:
                     "use method='func'"
                 )
             finish(module)
+
+    def _gradients(self, losses, edges):
+        """Of the summed losses with respect to the edges; none may come by the parameters of a
+        layer that was not called.
+        """
+        silent = [
+            p
+            for module in self.owners
+            if module not in self.uses
+            for p in own_parameters(module).values()
+        ]
+        with torch.enable_grad():
+            # weights of ones would make PyTorch import SymPy: a second, and 30 MB
+            total = losses.sum()
+        gradients = torch.autograd.grad(total, [*edges, *silent], allow_unused=True)
+        if any(g is not None for g in gradients[len(edges) :]):
+            raise UnsupportedModel(
+                "a parameter is used outside the forward method of its layer; use method='func'"
+            )
+        return gradients[: len(edges)]
 
 
 def _reached(losses):

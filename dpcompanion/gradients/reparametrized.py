@@ -1,5 +1,5 @@
-r"""Linear layers and convolutions that use a weight computed from their parameters, :math:`w' =
-f(w)`.
+r"""Linear layers and convolutions that use a weight computed from their parameters,
+:math:`w' = f(w)`.
 
 Weight standardisation, weight norm and low-rank factors are of this kind. The Jacobian :math:`J` of
 :math:`f` is the same for all examples, so an example's gradient is :math:`J^T g_i` with the
@@ -42,9 +42,7 @@ class Reparametrized(nn.Module):
     bias: nn.Parameter | None
 
     def effective_weight(self, **parameters):
-        """The weight that inputs meet, of the shape of an ordinary layer's, from the parameters by
-        their names.
-        """
+        """The weight that inputs meet, shaped as an ordinary layer's, from parameters by name."""
         raise NotImplementedError
 
     def weight_parameters(self, stacked=None, run=0):
@@ -75,8 +73,8 @@ class Reparametrized(nn.Module):
     def pulled_squares(self, **parameters):
         r"""The function that takes gradients :math:`g_i` of the effective weight, (n, \*shape of
         it), to the squared norms of :math:`J^T g_i`, {name: (n,)} in float64; no smaller than they
-        are, and it may overwrite what it is given. A layer may do so without making :math:`J^T
-        g_i`.
+        are, and it may overwrite what it is given. A layer may do so without making
+        :math:`J^T g_i`.
         """
         pull_back = self.pull_back(**parameters)
         return lambda gradients: {
@@ -84,9 +82,7 @@ class Reparametrized(nn.Module):
         }
 
     def stretch(self, **parameters) -> torch.Tensor:
-        """How many times longer :math:`J^T` makes a gradient, at most: what the power method finds,
-        doubled.
-        """
+        """How many times longer :math:`J^T` makes a gradient at most: twice the power method's."""
 
         def weight_of(parameters):
             return self.effective_weight(**parameters)
@@ -106,9 +102,7 @@ class Reparametrized(nn.Module):
         return 2 * found
 
     def ordinary(self) -> nn.Linear | nn.Conv2d:
-        """A layer with the same sizes, options and trainable bias, whose weight is an ordinary one;
-        without memory.
-        """
+        """A layer of the same sizes, options and bias with an ordinary weight; without memory."""
         kind: dict[str, Any] = {
             "bias": self.bias is not None,
             "device": "meta",

@@ -1,11 +1,10 @@
 """Networks of one architecture as one network, whose layers hold the weights of all.
 
-The examples of all runs pass through the stacked network as one batch, first those
-of run 0, then those of run 1, as many for each.  A layer with weights gives each
-run's part to that run's weights; all else (activations, pooling, reshaping) sees an
-ordinary batch and need not know.  Linear layers multiply stacks of matrices.
-Convolutions are called run by run, because grouped ones are slower on a CPU (two to
-five times for the MNIST CNN).  Other layers go through `torch.func.vmap`.
+The examples of all runs pass through the stacked network as one batch, first those of run 0, then
+those of run 1, as many for each.  A layer with weights gives each run's part to that run's weights;
+all else (activations, pooling, reshaping) sees an ordinary batch and need not know.  Linear layers
+multiply stacks of matrices. Convolutions are called run by run, because grouped ones are slower on
+a CPU (two to five times for the MNIST CNN).  Other layers go through `torch.func.vmap`.
 
 >>> one, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
 >>> network = StackedNetwork(one)

@@ -68,11 +68,9 @@ class State:
     """
 
     def __init__(self, model: torch.nn.Module, changes: int = 0) -> None:
-        self._whole, self._code, self.changes = (
-            state_of(model),
-            state_of(model, numbers=False),
-            changes,
-        )
+        self._whole = state_of(model)
+        self._code = state_of(model, numbers=False)
+        self.changes = changes
 
     def has_changed(self, model: torch.nn.Module) -> bool:
         whole = state_of(model)

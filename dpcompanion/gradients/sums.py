@@ -192,9 +192,7 @@ def _clip(layers, squares, losses, max_grad_norm, dtype, runs, float64=False):
 
 
 def gradients_and_losses(model, loss):
-    """A function (parameters, x, y) -> ({name: (n, *shape)}, losses (n,)): explicit gradients, one
-    by one.
-    """
+    """(parameters, x, y) -> ({name: (n, *shape)}, losses (n,)): explicit gradients, one by one."""
 
     def one(parameters, x, y):
         with _dense(model):
@@ -226,9 +224,7 @@ def per_example_gradients(model, loss, x, y):
 
 
 def functional(model, loss, x, y, max_grad_norm, stacked=None, float64=False):
-    """As `layerwise`, for any model; `stacked` are the parameters of several runs, {name: (runs,
-    *shape)}.
-    """
+    """As `layerwise`, for any model; `stacked` : {name: (runs, *shape)} of several runs."""
     checks.check_arithmetic(x.device)
     if stacked is None:
         runs, (gradients, losses) = None, per_example_gradients(model, loss, x, y)
@@ -237,10 +233,8 @@ def functional(model, loss, x, y, max_grad_norm, stacked=None, float64=False):
         gradients, losses = torch.func.vmap(gradients_and_losses(model, loss))(
             stacked, x.unflatten(0, (runs, -1)), y.unflatten(0, (runs, -1))
         )
-        gradients, losses = (
-            {name: g.flatten(0, 1) for name, g in gradients.items()},
-            losses.flatten(),
-        )
+        gradients = {name: g.flatten(0, 1) for name, g in gradients.items()}
+        losses = losses.flatten()
     layer = Explicit(gradients)
     dtype = next(g.dtype for g in gradients.values())
     return _clip({"": layer}, layer.squared_norms(), losses, max_grad_norm, dtype, runs, float64)

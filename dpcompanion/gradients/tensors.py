@@ -23,13 +23,19 @@ class UnsupportedModel(ValueError):
 
 
 def own_parameters(module):
-    """The trainable parameters that belong to `module` itself, not to a child."""
-    return {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+    """The trainable parameters that belong to `module` itself, not to a child.
+
+    As `named_parameters(recurse=False)`, many times a step, without what that does for a tree.
+    """
+    found = {}
+    for name, p in module._parameters.items():
+        if p is not None and p.requires_grad and not any(p is other for other in found.values()):
+            found[name] = p
+    return found
 
 
 def call_with(model, tensors, *inputs):
-    """model(*inputs) with `tensors`, {name: tensor}, in the place of parameters and buffers of
-    these names.
+    """model(*inputs) with `tensors`, {name: tensor}, in place of parameters and buffers.
 
     As `torch.func.functional_call`, which spoils a model that holds one module twice: it swaps the
     module's tensors twice and then puts back what it had put in. Here each module is swapped once.
@@ -50,9 +56,7 @@ def call_with(model, tensors, *inputs):
 
 
 def losses_in(precision, model, loss, x, y):
-    """The losses, with the network in `precision` ("bf16", or None for its own) and the loss in its
-    own.
-    """
+    """Losses, the network in `precision` ("bf16", or None for its own) and the loss in its own."""
     return loss(outputs_in(precision, model, x), y)
 
 
@@ -111,10 +115,8 @@ def squared_norms(tensor):
         squares = torch.linalg.vector_norm(flat, dim=1).square()
     else:
         blocks = flat.shape[1] // _SUMMED
-        whole, rest = (
-            flat[:, : blocks * _SUMMED].unflatten(1, (blocks, _SUMMED)),
-            flat[:, blocks * _SUMMED :],
-        )
+        whole = flat[:, : blocks * _SUMMED].unflatten(1, (blocks, _SUMMED))
+        rest = flat[:, blocks * _SUMMED :]
         norms = (
             torch.linalg.vector_norm(whole, dim=2),
             torch.linalg.vector_norm(rest, dim=1, keepdim=True),
@@ -126,9 +128,7 @@ def squared_norms(tensor):
 
 
 def _squares_of_small(flat):
-    """As `squared_norms`, in float64 with each row divided by its largest entry; what underflows is
-    rounded up.
-    """
+    """As `squared_norms` in float64, each row over its largest entry; underflow is rounded up."""
     flat = flat.double()
     largest = flat.abs().amax(1, keepdim=True) if flat.shape[1] else flat.new_zeros(len(flat), 1)
     norms = largest[:, 0] * torch.linalg.vector_norm(
@@ -149,9 +149,7 @@ def rounded_up(values, dtype):
 
 
 def tolerances(values):
-    """(relative to what is compared, relative to the largest), by precision; a GPU may round to
-    TF32.
-    """
+    """(relative to what is compared, to the largest), by precision; a GPU may round to TF32."""
     if values.dtype == torch.float64 or not values.is_floating_point():
         return 1e-6, 1e-9
     if values.dtype != torch.float32 or autocasts(values.device):

@@ -1,5 +1,4 @@
-"""What a pass leaves behind in a model: nothing, where the model is only tried; or what
-`check_untouched` refuses.
+"""What a pass leaves in a model: nothing, if only tried; or what `check_untouched` refuses.
 
 >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
 >>> before = noted(model, values=False)
@@ -7,7 +6,8 @@
 >>> check_untouched(model, before)
 Traceback (most recent call last):
     ...
-ValueError: model must keep no statistics of its examples, but training changes buffer '1.running_mean', which no ...
+ValueError: model must keep no statistics of its examples, but training changes buffer
+'1.running_mean', which no ...
 """
 
 import contextlib
@@ -99,9 +99,7 @@ def naming(model):
 
 @contextlib.contextmanager
 def weights_nearby(parameters):
-    """Weights moved at random by 0.3 of their size, or of what they would begin with; then as
-    before.
-    """
+    """Weights moved at random by 0.3 of their size, or of what they begin with; then as before."""
     generator = torch.Generator().manual_seed(0)
     own = {p: p.data for p in parameters}
     try:
@@ -126,9 +124,7 @@ def untrained(model):
 
 
 def _tensors_of(model):
-    """Buffers and parameters, {what to call it: tensor}: no pass may change them, only a step what
-    is trained.
-    """
+    """Buffers and parameters, {name: tensor}: no pass may change them, only a step trained ones."""
     own = ((name, p) for name, p in model.named_parameters() if isinstance(p, torch.nn.Parameter))
     return untrained(model) | {f"parameter {name!r}": p for name, p in own if p.requires_grad}
 
@@ -210,9 +206,7 @@ def refuse_statistics(what, name="model"):
 
 
 def check_later(later):
-    """What `check_untouched` left to be looked at, several times: {what: whether it changed, a
-    tensor}.
-    """
+    """What `check_untouched` left to be looked at: {what: whether it changed, a tensor}."""
     for what, changed in later.items():
         if changed:
             refuse_statistics(what)
@@ -223,10 +217,8 @@ def probing(model):
     """Passes that only try a model: it ends as it was, and one that writes into a parameter is
     refused by its name.
     """
-    places, before = (
-        [(m._parameters, dict(m._parameters)) for m in model.modules()],
-        noted(model, values=True),
-    )
+    places = [(m._parameters, dict(m._parameters)) for m in model.modules()]
+    before = noted(model, values=True)
     with buffers_kept(model):
         try:
             try:

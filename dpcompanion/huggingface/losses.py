@@ -4,21 +4,23 @@ A model's own loss is a mean over the batch, and that of a language model one ov
 tokens, so that an example's share depends on how long the others are: no clipping bounds that. Here
 each example has the mean over its own tokens,
 
-.. math:: \ell_i = \frac{1}{|\{t : y_{it} \ne -100\}|} \sum_{t : y_{it} \ne -100} -\log p(y_{it}
-    \mid \cdot),
+.. math::
+    \ell_i = \frac{1}{|\{t : y_{it} \ne -100\}|}
+        \sum_{t : y_{it} \ne -100} -\log p(y_{it} \mid \cdot),
 
-with labels shifted where the model shifts them. For a batch of one example it is the model's own
-loss.
+with labels shifted where the model shifts them. For one example it is the model's own loss.
 
-=========================================  ============================================================================
-the model's class                          an example's loss
-=========================================  ============================================================================
-...ForSequenceClassification,              cross entropy; squared error or binary cross entropies, their mean over the
-...ForImageClassification                  labels, by ``config.problem_type``
-...ForMaskedLM, ...ForTokenClassification  mean over the labelled tokens
-...ForCausalLM, ...LMHeadModel             the same, token t + 1 from what stands before
-...ForConditionalGeneration (T5, BART)     the same for the decoder's tokens, which the model shifts itself
-=========================================  ============================================================================
+==============================  =================================================================
+the model's class               an example's loss
+==============================  =================================================================
+...ForSequenceClassification,   cross entropy; squared error or binary cross entropies, their
+...ForImageClassification       mean over the labels, by ``config.problem_type``
+...ForMaskedLM,                 mean over the labelled tokens
+...ForTokenClassification
+...ForCausalLM, ...LMHeadModel  the same, token t + 1 from what stands before
+...ForConditionalGeneration     the same for the decoder's tokens, which the model shifts itself
+(T5, BART)
+==============================  =================================================================
 """
 
 from collections.abc import Callable
@@ -38,8 +40,7 @@ def per_example_loss(model: Any) -> Callable[[Any, Any], torch.Tensor]:
 
     Returns:
         A function (outputs, batch) -> (n,): of logits or an object that has them, and of labels or
-        a mapping that has
-        them as "labels".
+        a mapping that has them as "labels".
 
     Raises:
         ValueError: for a class that is not in the table above.
@@ -62,8 +63,8 @@ def per_example_loss(model: Any) -> Callable[[Any, Any], torch.Tensor]:
         return ClassLoss(getattr(config, "problem_type", None), getattr(config, "num_labels", None))
     raise ValueError(
         "model must be one for sequence, image or token classification, or for masked, causal or "
-        "conditional language "
-        f"modelling, got a {name}; give a loss of your own, (outputs, batch) -> (n,)"
+        f"conditional language modelling, got a {name}; give a loss of your own, (outputs, batch) "
+        "-> (n,)"
     )
 
 
@@ -76,8 +77,7 @@ def _labels(batch):
 
 
 class TokenLoss:
-    """The mean cross entropy over each example's own tokens, 0 for an example without a labelled
-    token.
+    """The mean cross entropy over each example's own tokens, 0 for one without a labelled token.
 
     Args:
         shift: whether the output at a token is about the next one.

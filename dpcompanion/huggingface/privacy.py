@@ -36,7 +36,7 @@ class PersonalPrivacy:
         people: the name of the column that says whose each row is, or an array of as many entries;
             None if every row is a person.
         at_most: with people, how many rows of a person enter a step at most
-        (`dpcompanion.training.by_person`).
+            (`dpcompanion.training.by_person`).
         combine: "mean" or "sum", what a person's loss is of those of their rows.
         method: how several budgets are kept: "sample" (a larger budget is sampled more often) or
             "scale" (it has a larger clip norm).
@@ -49,7 +49,7 @@ class PersonalPrivacy:
             by one pass an epoch.
         accountant: "pld" or "rdp".
         unit: what a person is called in statements, such as "patient"; "person" by default,
-        "example" without people.
+            "example" without people.
         seed: None for a model that is released: draws and noise come from ciphers with secret keys.
             A whole number for research: anyone who knows it can subtract the noise.
         loss: (outputs, batch) -> (rows,), in place of `per_example_loss`: of what the model
@@ -58,7 +58,7 @@ class PersonalPrivacy:
 
     Raises:
         ValueError: naming the argument, if one is out of its range, or if they contradict each
-        other.
+            other.
     """
 
     budgets: Any

@@ -1,5 +1,4 @@
-"""A data set of `transformers` as rows: its columns, and the Trainer's collator as a `collate_fn`
-of `train`.
+"""A data set of `transformers` as rows: its columns, and the Trainer's collator as a `collate_fn`.
 
 >>> texts = [
 ...     {"input_ids": [1, 2], "labels": 0, "who": "a"},

@@ -1,6 +1,4 @@
-"""`PersonalTrainer`: the Trainer of `transformers` whose step is one of
-`dpcompanion.training.train`.
-"""
+"""`PersonalTrainer`: the Trainer of `transformers` whose step is one of `training.train`."""
 
 import copy
 import json
@@ -41,8 +39,10 @@ STATE = "privacy.pt"
 # Arguments of the Trainer that would void the account or that no step of ours takes.
 _REFUSED = {
     "fp16": "its scaler looks at gradients before the noise; use bf16",
-    "gradient_checkpointing": "layers are looked at on the way forward; use a smaller per_device_train_batch_size",
-    "auto_find_batch_size": "it takes a step again; per_device_train_batch_size is only how many go at once",
+    "gradient_checkpointing": "layers are looked at on the way forward; use a smaller "
+    "per_device_train_batch_size",
+    "auto_find_batch_size": "it takes a step again; per_device_train_batch_size is only how many "
+    "go at once",
     "torch_compile": "layers are looked at one by one",
     "deepspeed": "gradients would be added up without noise",
     "fsdp": "gradients would be added up without noise",
@@ -89,14 +89,12 @@ def _check(args, train_dataset, privacy, options):
     if isinstance(train_dataset, IterableDataset) or not hasattr(train_dataset, "__getitem__"):
         raise ValueError(
             "train_dataset must be map-style, with a length: a Poisson draw names the persons that "
-            "it wants, got "
-            f"a {type(train_dataset).__name__}"
+            f"it wants, got a {type(train_dataset).__name__}"
         )
 
 
 class PersonalTrainer(Trainer):
-    """A `transformers.Trainer` that keeps a privacy budget for each person; see
-    `dpcompanion.huggingface`.
+    """A `transformers.Trainer` that keeps a budget for each person; see `dpcompanion.huggingface`.
 
     Args:
         model: a model of `transformers` or `peft` with a head, on one device.
@@ -170,10 +168,8 @@ class PersonalTrainer(Trainer):
         self._loop: Any = None
         self._tracker: NormTracker | None = None
         self._found: str | None = None
-        batch, self._max_grad_norm = (
-            args.per_device_train_batch_size * args.gradient_accumulation_steps,
-            args.max_grad_norm,
-        )
+        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self._max_grad_norm = args.max_grad_norm
         self._precision = "bf16" if args.bf16 else None
         # The Trainer's own loop takes one step for each draw, and neither clips nor casts.
         args = copy.copy(args)
@@ -230,8 +226,7 @@ class PersonalTrainer(Trainer):
         if given.shape != (len(self.persons),):
             raise ValueError(
                 f"budgets must be one number for each of the {len(self.persons)} persons, got "
-                "shape "
-                f"{tuple(given.shape)}"
+                f"shape {tuple(given.shape)}"
             )
         return given
 
@@ -239,9 +234,8 @@ class PersonalTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """One item a step, of no content: each step draws its own persons."""
-        return DataLoader(
-            range(self._steps_per_epoch), batch_size=1, collate_fn=lambda step: {"step": step}
-        )  # pyright: ignore[reportArgumentType]
+        steps: Any = range(self._steps_per_epoch)
+        return DataLoader(steps, batch_size=1, collate_fn=lambda step: {"step": step})
 
     def num_examples(self, dataloader: Any) -> int:
         """How many persons, or for another loader what the Trainer says."""
@@ -257,8 +251,7 @@ class PersonalTrainer(Trainer):
         pass
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        """As `Trainer.train`, once: the plan's steps are the plan's. At the end the card is
-        written.
+        """As `Trainer.train`, once: the plan's steps are the plan's. Then the card is written.
 
         Raises:
             ValueError: for what `dpcompanion.training.train` refuses, before the first step.
@@ -266,9 +259,8 @@ class PersonalTrainer(Trainer):
         if self._loop is not None:
             raise ValueError(
                 "train must be called once, since its steps are those of the plan; go on from a "
-                "checkpoint with a new "
-                "PersonalTrainer, or train again by one of its own and add the plans up "
-                "(dpcompanion.accounting.Ledger)"
+                "checkpoint with a new PersonalTrainer, or train again by one of its own and add "
+                "the plans up (dpcompanion.accounting.Ledger)"
             )
         found = super().train(*arguments, **options)
         if self.is_world_process_zero():
@@ -283,8 +275,7 @@ class PersonalTrainer(Trainer):
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Draw persons, add up their clipped gradients and the noise, and leave the mean as the
-        parameters' gradients.
+        """Draw persons, add up clipped gradients and noise, and leave the mean as the gradients.
 
         Returns:
             The mean loss of the persons in the step, without noise; nan for an empty draw.
@@ -298,8 +289,7 @@ class PersonalTrainer(Trainer):
         if loop.run.step != self.state.global_step or loop.run.step >= self.plan.steps:
             raise ValueError(
                 f"the Trainer must be at step {loop.run.step} of {self.plan.steps}, as its account "
-                "is, got "
-                f"{self.state.global_step}; a checkpoint must hold {STATE}"
+                f"is, got {self.state.global_step}; a checkpoint must hold {STATE}"
             )
         loop.step()
         if loop.run.step % self._steps_per_epoch == 0 or loop.run.step == self.plan.steps:
@@ -381,8 +371,7 @@ class PersonalTrainer(Trainer):
             if still:
                 warnings.warn(
                     f"the first step has left {len(still)} of {trainable} trainable parameters "
-                    "where they were, "
-                    f"{', '.join(still[:3])} among them",
+                    f"where they were, {', '.join(still[:3])} among them",
                     stacklevel=2,
                 )
 
@@ -429,8 +418,7 @@ class PersonalTrainer(Trainer):
         if differ or set(content["stateful"]) != set(loop.stateful):
             raise ValueError(
                 "resume_from_checkpoint must come from a run of the same plan, seed, data, model "
-                "and optimizer, but "
-                f"{path!r} differs in {', '.join(differ) or 'what is tracked'}"
+                f"and optimizer, but {path!r} differs in {', '.join(differ) or 'what is tracked'}"
             )
         if loop.seed is None and content["step"] < self.plan.steps:
             found = read_keys(key_file(path), loop.generators)
@@ -469,9 +457,7 @@ class PersonalTrainer(Trainer):
 
     @property
     def tracker(self) -> NormTracker | None:
-        """What follows each person's gradients, if `track` or a filter was given, from the first
-        step on.
-        """
+        """What follows each person's gradients from the first step on, with `track` or a filter."""
         return self._tracker
 
     def statement(self) -> str:
@@ -544,10 +530,9 @@ class PersonalTrainer(Trainer):
             "## Privacy",
             "",
             f"Trained with DP-SGD. The unit of privacy is one {card['unit']}: each step clips the "
-            "gradient of all data "
-            f"of one (at most {card['rows_at_most']} of their rows) to one norm. Every "
-            f"{card['unit']} has epsilon "
-            f"at most {rounded_up(card['epsilon_of_planned_steps'])} at delta {card['delta']:g}.",
+            f"gradient of all data of one (at most {card['rows_at_most']} of their rows) to one "
+            f"norm. Every {card['unit']} has epsilon at most "
+            f"{rounded_up(card['epsilon_of_planned_steps'])} at delta {card['delta']:g}.",
             "",
             card["statement"],
         ]

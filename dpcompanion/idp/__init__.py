@@ -1,14 +1,13 @@
 r"""Budgets for each group of examples: Sample and Scale (Boenisch et al. 2023), and both at once.
 
-P groups, group p with a share w_p of the examples and its own budget eps_p,
-train one model with one Gaussian noise.  Two ways to spend what the looser
-budgets allow:
+P groups, group p with a share w_p of the examples and its own budget eps_p, train one model with
+one Gaussian noise.  Two ways to spend what the looser budgets allow:
 
-* **Sample** (algorithm 2): group p is sampled with its own rate q_p.  The noise
-  multiplier is the one at which the rates that use up each budget have the
-  mean of plain DP-SGD, \sum_p w_p q_p = q, so that batches keep their size.
-* **Scale** (algorithm 3): group p is clipped to its own norm c_p.  With sigma_p
-  the noise multiplier that eps_p needs at rate q::
+* **Sample** (algorithm 2): group p is sampled with its own rate q_p.  The noise multiplier is the
+  one at which the rates that use up each budget have the mean of plain DP-SGD, \sum_p w_p q_p = q,
+  so that batches keep their size.
+* **Scale** (algorithm 3): group p is clipped to its own norm c_p.  With sigma_p the noise
+  multiplier that eps_p needs at rate q::
 
       sigma_scale = 1 / \sum_p (w_p / sigma_p),      c_p = c sigma_scale / sigma_p,
 
@@ -57,9 +56,7 @@ __all__ = ["budgets_for", "combined_parameters", "sample_parameters", "scale_par
 
 
 def __getattr__(name):
-    """The engine stands above this package and needs Opacus: it is imported when it is asked
-    for.
-    """
+    """The engine stands above this package and needs Opacus: it is imported when asked for."""
     if name == "IndividualizedPrivacyEngine":
         from dpcompanion.engine import IndividualizedPrivacyEngine
 

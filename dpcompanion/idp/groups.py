@@ -1,5 +1,4 @@
-"""The groups of a calibration: different budgets, few that stand for many, and what lies between
-those.
+"""The groups of a calibration: different budgets, few that stand for many, and what lies between.
 
 Parameters follow budgets smoothly, in logarithms of both.
 """
@@ -18,9 +17,7 @@ _MANY, _APART = 30_000, 5e-4
 
 
 class Groups:
-    """The different budgets, ascending, (D,), their shares of the examples, and which of them each
-    group has.
-    """
+    """The different budgets, ascending, (D,), their shares, and which one each group has."""
 
     def __init__(self, target_epsilons, counts):
         values = {}
@@ -56,8 +53,7 @@ class Groups:
 
 
 def with_counts(target_epsilons, counts):
-    """Budgets and counts as lists or arrays, of one number, of one for each group, or of {budget:
-    share}.
+    """Budgets and counts as lists or arrays, of one number, one for each group, or {budget: share}.
 
     >>> with_counts({1.0: 0.2, 8.0: 0.8}, None), with_counts(3.0, None)
     (([1.0, 8.0], [0.2, 0.8]), ([3.0], [1.0]))
@@ -79,8 +75,7 @@ def with_counts(target_epsilons, counts):
 
 
 def budgets_for(target_epsilons: Any, n: int) -> torch.Tensor:
-    """The budget of each of n examples, (n,) float64, from one number, one for each, or {budget:
-    share}.
+    """The budgets of n examples, (n,) float64, from one number, one for each, or {budget: share}.
 
     Shares are of the examples and add up to 1. They are rounded to whole numbers of examples, by
     the largest remainders, and dealt out by a fixed permutation, so that neither the order of the
@@ -88,7 +83,7 @@ def budgets_for(target_epsilons: Any, n: int) -> torch.Tensor:
 
     Raises:
         ValueError: a budget that is not above 0 and finite, a wrong number of them, or shares that
-        do not add up to 1.
+            do not add up to 1.
 
     >>> budgets_for({1.0: 0.25, 8.0: 0.75}, 4)
     tensor([8., 8., 8., 1.], dtype=torch.float64)
@@ -132,9 +127,7 @@ def rounded_down(budgets):
 
 
 def nodes_of(budgets, most, spacing):
-    """The budgets themselves if they are at most `most`, else budgets with evenly spaced
-    logarithms.
-    """
+    """The budgets themselves if at most `most`, else budgets with evenly spaced logarithms."""
     first, last = float(budgets[0].log()), float(budgets[-1].log())
     count = max(4, math.ceil((last - first) / spacing) + 1)
     if len(budgets) <= max(most, count):
@@ -145,9 +138,7 @@ def nodes_of(budgets, most, spacing):
 
 
 def between(budgets, nodes):
-    """The node at or before each budget, and how far on the way to the next one the budget lies, in
-    logarithms.
-    """
+    """The node at or before each budget, and how far on to the next it lies, in logarithms."""
     left = (torch.searchsorted(nodes, budgets, right=True) - 1).clamp(0, len(nodes) - 2)
     share = (budgets / nodes[left]).log() / (nodes[left + 1] / nodes[left]).log()
     return left, share.clamp(0, 1)

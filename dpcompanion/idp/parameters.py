@@ -1,6 +1,4 @@
-"""The three methods: sample rates, clip norms and one noise for groups of examples with their own
-budgets.
-"""
+"""The three methods: sample rates, clip norms and one noise for groups with their own budgets."""
 
 import dataclasses
 import math
@@ -22,9 +20,7 @@ _FEWEST_DRAWS = 1e-3  # of an example in a run, on average, before a warning
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SampleParameters:
-    """One noise multiplier for all, and the sample rate of each group: `sample_rates`, (P,)
-    float64.
-    """
+    """One noise multiplier for all, and each group's sample rate: `sample_rates`, (P,) float64."""
 
     noise_multiplier: float
     sample_rates: torch.Tensor
@@ -58,13 +54,12 @@ def sample_parameters(
     accountant: str = "pld",
     noise_range: tuple[float, float] | None = None,
 ) -> SampleParameters:
-    """Sample: the noise multiplier and the groups' rates that use up each budget and have the mean
-    `sample_rate`.
+    """Sample: the noise multiplier and rates that use up each budget, of mean `sample_rate`.
 
     Args:
         target_epsilons: (P,) budgets, one number, or {budget: share}.
         counts: (P,) numbers of examples, or their shares; None with {budget: share}, or for groups
-        of one size.
+            of one size.
         target_delta: in (0, 1).
         sample_rate: the mean over the examples, in (0, 1].
         steps: of the run.
@@ -120,10 +115,9 @@ def sample_parameters(
     if (draws := float(rates[least]) * search.steps) < _FEWEST_DRAWS:
         warnings.warn(
             f"with a budget of {float(groups.budgets[least]):g} beside ones of up to "
-            f"{float(groups.budgets[-1]):g} an "
-            f"example has a sample rate of {float(rates[least]):.2g}, and is sampled {draws:.2g} "
-            "times in the run on "
-            "average: the model learns nothing from it",
+            f"{float(groups.budgets[-1]):g} an example has a sample rate of "
+            f"{float(rates[least]):.2g}, and is sampled {draws:.2g} times in the run on average: "
+            "the model learns nothing from it",
             stacklevel=2,
         )
     return SampleParameters(noise, rates[groups.which])
@@ -148,12 +142,12 @@ def scale_parameters(
     Args:
         target_epsilons: (P,) budgets, one number, or {budget: share}.
         counts: (P,) numbers of examples, or their shares; None with {budget: share}, or for groups
-        of one size.
+            of one size.
         target_delta: in (0, 1).
         sample_rate: of all groups, in (0, 1].
         steps: of the run.
         max_grad_norm: the clip norm of plain DP-SGD, above 0, which those of the groups have for
-        their mean.
+            their mean.
         accountant: "pld", or "rdp", the paper's, which needs more noise for the same targets.
 
     Raises:
@@ -196,7 +190,7 @@ def combined_parameters(
     mean stays. At its own rate r_p each group has the noise multiplier sigma_p that its budget
     needs, and from these follow the noise and the clip norms as in Scale::
 
-        r_p = (1 - w) q + w q_p,      sigma = 1 / \sum_p (w_p / sigma_p),      c_p = c sigma / sigma_p.
+        r_p = (1 - w) q + w q_p,    sigma = 1 / \sum_p (w_p / sigma_p),    c_p = c sigma / sigma_p.
 
     The paper (appendix D.6) puts the parameters of the two methods together one after the other and
     reports weights without saying how they enter; here every group's own budget holds whatever the
@@ -205,12 +199,12 @@ def combined_parameters(
     Args:
         target_epsilons: (P,) budgets, one number, or {budget: share}.
         counts: (P,) numbers of examples, or their shares; None with {budget: share}, or for groups
-        of one size.
+            of one size.
         target_delta: in (0, 1).
         sample_rate: the mean over the examples, in (0, 1].
         steps: of the run.
         max_grad_norm: the clip norm of plain DP-SGD, above 0, which those of the groups have for
-        their mean.
+            their mean.
         sample_weight: w, in [0, 1]: 0 is Scale and 1 is Sample.
         accountant: "pld", or "rdp", the paper's, which needs more noise for the same targets.
 
@@ -228,12 +222,10 @@ def combined_parameters(
     ...     sample_weight=0.5,
     ...     accountant="rdp",
     ... )
-    >>> (
-    ...     round(found.noise_multiplier, 3),
-    ...     found.sample_rates.round(decimals=4),
-    ...     found.max_grad_norms.round(decimals=3),
-    ... )
-    (1.207, tensor([0.0083, 0.0117], dtype=torch.float64), tensor([0.9050, 1.0950], dtype=torch.float64))
+    >>> round(found.noise_multiplier, 3), found.sample_rates.round(decimals=4)
+    (1.207, tensor([0.0083, 0.0117], dtype=torch.float64))
+    >>> found.max_grad_norms.round(decimals=3)
+    tensor([0.9050, 1.0950], dtype=torch.float64)
     """
     groups = Groups(target_epsilons, counts)
     search = Search(target_delta, steps, accountant)
@@ -352,9 +344,7 @@ def _sample(groups, search, sample_rate):
 
 
 def _pooled(weights, noises, sample_rate):
-    """The logarithm of a noise multiplier at which rates that are proportional to it have a mean of
-    `sample_rate`.
-    """
+    """The log of a noise multiplier at which rates proportional to it have mean `sample_rate`."""
     log_noise = -math.log(float((weights / noises).sum()))
     if float(noises.min()) >= sample_rate * math.exp(log_noise):
         return log_noise
@@ -379,15 +369,12 @@ def _refuse_beyond(most, budgets, sample_rate):
     most = math.floor(most * 10 ** (digits := 3 - math.floor(math.log10(most)))) / 10**digits
     raise ValueError(
         f"target_epsilons must not exceed {most:g} here, got {float(budgets[-1]):g}: not even a "
-        "sample "
-        f"rate of 1 would use it up, where the mean rate is to be {sample_rate:g}"
+        f"sample rate of 1 would use it up, where the mean rate is to be {sample_rate:g}"
     )
 
 
 def _match_mean(search, budgets, weights, sample_rate, log_noise, slope, rates, *, rough=None):
-    """The noise at which the rates have a mean at or a little above `sample_rate`: secants within a
-    bracket.
-    """
+    """The noise at which the mean rate is at or just above `sample_rate`: secants in a bracket."""
     # Not `accounting.search`: this stops by how near the mean is, not the noise, and starts each
     # look from the last.
     low, high, last = -math.inf, math.inf, None

@@ -76,9 +76,7 @@ class Search:
         ).exp()
 
     def rates(self, budgets, noise, start, *, rough=None):
-        """(D,) sample rates, at most 1, that the budgets allow with one noise multiplier; start:
-        (D,) guesses.
-        """
+        """(D,) sample rates, at most 1, that budgets allow with one noise; start: (D,) guesses."""
 
         def pair(y, _):
             return (-y).exp().clamp(max=1.0), torch.full_like(y, noise)
@@ -97,9 +95,7 @@ class Search:
         return pair(self._at_budgets(budgets, nodes, found, pair, rough), None)[0]
 
     def compare_grids(self, budgets, noise, rates):
-        """Learn by how much fine grids are above coarse ones at the rates of all budgets, for the
-        next search.
-        """
+        """Learn how far fine grids are above coarse ones at all budgets' rates, for next time."""
         bias, _ = self._learnt_of("rates", budgets)
         pairs = rates, torch.full_like(rates, noise), budgets
         bias.copy_(self._excess(*pairs, "pld") - self._excess(*pairs, "pld", coarse=_COARSE))
@@ -200,9 +196,7 @@ class Search:
         return float(bisect(covered, good=ends[:1], bad=ends[1:], halvings=50)[0])
 
     def _held(self, free, start, coarse, low):
-        """Which budgets lie in the jump that epsilon takes there: from 0 to more than they are,
-        (nodes,) booleans.
-        """
+        """Which budgets lie in epsilon's jump there, from 0 to above them, (nodes,) booleans."""
         every = torch.arange(len(start))
         held = torch.zeros(len(start), dtype=torch.bool)
         if free - _PRECISION <= low:
@@ -272,9 +266,7 @@ class Search:
         return y
 
     def rdp_epsilon(self, rates, noises):
-        """Epsilon of each pair by RDP, at the orders of `compute_epsilon` or fewer, and the order
-        that decides.
-        """
+        """Epsilon of each pair by RDP, at `compute_epsilon`'s orders or fewer, and its order."""
         every = torch.tensor(orders_for(float(noises.max())), dtype=torch.float64)
         near = torch.ones_like(every, dtype=torch.bool)
         if self._near is not None:

@@ -1,6 +1,4 @@
-"""`IndividualAccountant`: rounds norms up to levels, counts the steps of each example, and computes
-its epsilon.
-"""
+"""`IndividualAccountant`: rounds norms up to levels, counts steps, and computes epsilons."""
 
 import math
 from typing import TYPE_CHECKING
@@ -59,7 +57,8 @@ class IndividualAccountant(NormHistory):
     half of the norms).
     """
 
-    #: Of what a ledger is told: "zero-out", which what holds for adding or removing implies, unless a plan says more.
+    #: Of what a ledger is told: "zero-out", which what holds for adding or removing implies, unless
+    #: a plan says more.
     relation, unit = "zero-out", "example"
 
     def __init__(
@@ -126,8 +125,7 @@ class IndividualAccountant(NormHistory):
         accountant: str | None = None,
         device: Device = None,
     ) -> "IndividualAccountant":
-        """The accountant of a `dpcompanion.training.DPSGDPlan` with one rate and one clip norm for
-        all.
+        """The accountant of a `DPSGDPlan` with one rate and one clip norm for all.
 
         Args:
             plan: it gives sample rate, noise multiplier, clip norm and accountant.
@@ -240,17 +238,14 @@ class IndividualAccountant(NormHistory):
             self._counts.view(-1).index_add_(0, rows * len(self._levels) + level, added)
 
     def _widen(self):
-        """Counts of 32 bits where those of 16 could wrap around, or where to know it would wait for
-        the device.
-        """
+        """Counts of 32 bits where 16 could wrap around, or to know it would wait for the device."""
         if self._counts.dtype == torch.int16 and (
             self.device.type != "cpu" or self.steps > _NARROW
         ):
             self._counts = self._counts.to(torch.int32)
 
     def epsilon(self, delta: float, *, unequal_steps: bool = False) -> torch.Tensor:
-        """Epsilon of every example at `delta`, from all that has been recorded: an upper bound,
-        (n,) float64.
+        """Epsilon of every example at `delta`, from what is recorded: an upper bound, (n,) float64.
 
         None exceeds `accounting.compute_epsilon` at the clip norm, by the same accountant and for
         `steps` steps, whose grid may be the finer one.
@@ -264,7 +259,7 @@ class IndividualAccountant(NormHistory):
 
         Raises:
             ValueError: a delta outside (0, 1), or examples with different numbers of steps without
-            `unequal_steps`.
+                `unequal_steps`.
 
         >>> accountant = IndividualAccountant(
         ...     2, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=0.5
@@ -287,20 +282,15 @@ class IndividualAccountant(NormHistory):
         return self._epsilon(delta).clamp(max=uniform)
 
     def _check_steps(self, allowing, unequal_steps):
-        """What was recorded can be accounted for; `allowing` is the call that takes unequal
-        steps.
-        """
+        """What was recorded can be accounted for; `allowing` is the call for unequal steps."""
         self._check_nothing_refused()
         fewest, most = int(self._steps.min()), int(self._steps.max())
         if fewest < most and not unequal_steps:
             raise ValueError(
                 f"steps must be as many for each example, got {fewest} to {most}: of norms of "
-                "sampled examples the "
-                "account would count sampling twice, and be too small. Record a norm for each "
-                "example and step, or "
-                "take estimate_from_sampled(delta, steps=...). Examples that could not be sampled "
-                "in the other steps: "
-                f"{allowing}"
+                "sampled examples the account would count sampling twice, and be too small. Record "
+                "a norm for each example and step, or take estimate_from_sampled(delta, "
+                f"steps=...). Examples that could not be sampled in the other steps: {allowing}"
             )
 
     def ledger_entry(
@@ -315,7 +305,7 @@ class IndividualAccountant(NormHistory):
 
         Raises:
             ValueError: as `epsilon`, and of an account that keeps no norms: one by RDP without
-            rounding.
+                rounding.
 
         >>> run = dict(sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=0.5)
         >>> accountant = IndividualAccountant(2, **run, rounding=0.5)
@@ -343,8 +333,7 @@ class IndividualAccountant(NormHistory):
         )
 
     def estimate_from_sampled(self, delta: float, *, steps: int) -> torch.Tensor:
-        r"""An ESTIMATE of every example's epsilon from a log of the norms of sampled examples, (n,)
-        float64.
+        r"""An ESTIMATE of every example's epsilon from a log of sampled norms, (n,) float64.
 
         Here `record` was called once a step with the norms of those who were sampled, as Opacus
         sees them: ``accountant.record(norms, examples=sampled)``. Whether an example is sampled at
@@ -378,8 +367,7 @@ class IndividualAccountant(NormHistory):
         if steps < self.steps:
             raise ValueError(
                 f"steps must be all steps of the run, at least the {self.steps} in which an "
-                "example was seen, "
-                f"got {steps}"
+                f"example was seen, got {steps}"
             )
         state, seen = self.state_dict(), self._steps.double()
         unseen = seen == 0
@@ -388,8 +376,7 @@ class IndividualAccountant(NormHistory):
         if not self.keeps_norms:
             state["accounts"] = state["accounts"] * scale
         else:
-            # Of each level and those above it, rounded up: between 0 and T, and falling in the
-            # level.
+            # Of each level and those above it, rounded up: between 0 and T, falling in the level.
             above = state["accounts"].double().flip(1).cumsum(1)
             above = torch.ceil(above * scale - 1e-9).to(torch.int64)
             state["accounts"] = (
@@ -468,9 +455,7 @@ class IndividualAccountant(NormHistory):
         return torch.tensor(found, dtype=torch.float64, device=self.device)[which]
 
     def merge(self, other: "IndividualAccountant") -> None:
-        """Add what another accountant of the same examples and parameters has recorded, as if this
-        one had.
-        """
+        """Add what another accountant of the same examples and parameters has recorded."""
         if not isinstance(other, IndividualAccountant) or other._parameters() != self._parameters():
             raise ValueError(
                 f"other must be an accountant with the parameters {self._parameters()}, got "

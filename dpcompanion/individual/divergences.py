@@ -39,8 +39,7 @@ class Divergences:
     def __init__(self, n, *, sample_rate, noise_multiplier, device):
         self.n, self.device = n, device
         orders = orders_for(NODES * noise_multiplier)
-        # Whole orders are closed sums; at so little noise the integrals of others take minutes, or
-        # fail.
+        # Whole orders are closed sums; at so little noise other integrals take minutes, or fail.
         whole = 1 if noise_multiplier < inclusion_bound.LITTLE_NOISE else 64
         orders = tuple(
             sorted({order if order < whole else max(2.0, float(round(order))) for order in orders})

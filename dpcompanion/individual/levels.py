@@ -9,8 +9,7 @@ import torch
 #: So many distinct norms are kept as they are; more are rounded up to a grid of as many levels.
 DISTINCT = 2048
 
-# So many counts are kept, whatever the number of examples: of more than half a million fewer
-# levels.
+# So many counts are kept, whatever the number of examples: of above half a million fewer levels.
 _COUNTS, _LEAST = 2**30, 64
 
 
@@ -36,9 +35,7 @@ def finest_levels(n=1):
 
 
 def _most(n):
-    """How many levels n examples have at most: what keeps their counts in about 2 GB, but not
-    hardly any.
-    """
+    """The most levels of n examples: what keeps counts in about 2 GB, but not hardly any."""
     return min(DISTINCT, max(_COUNTS // n, _LEAST))
 
 
@@ -67,9 +64,7 @@ def _settled(levels, n):
 
 
 def joined(levels, counts, other_levels, other_counts):
-    """Two accounts of the same examples as one: levels, and counts (n, levels) wide enough for the
-    sum.
-    """
+    """Two accounts of the same examples as one: levels, and counts (n, levels) wide enough."""
     n = len(counts)
     # The union of the finest levels with no others is no grid by itself.
     wanted = other_levels if _settled(other_levels, n) else _with(levels, other_levels, n)

@@ -23,9 +23,7 @@ MOST = 2**31 - 1  # steps that a count can hold
 
 
 def _as_tensor(norms):
-    """Norms as a tensor of the precision that they have; those of lists and of whole numbers as
-    float64.
-    """
+    """Norms as a tensor of their own precision; lists and whole numbers as float64."""
     norms = _checks.unlabelled(norms)
     if isinstance(norms, (list, tuple)) and any(isinstance(norm, torch.Tensor) for norm in norms):
         norms = torch.stack([torch.as_tensor(norm) for norm in norms])
@@ -37,9 +35,7 @@ def _as_tensor(norms):
 
 
 class NormHistory:
-    """The n examples of an account, how many steps were recorded of each, and checks of what is
-    recorded next.
-    """
+    """The n examples of an account, how many steps each has, and checks of what is recorded."""
 
     def __init__(self, n, *, max_grad_norm, device):
         self.n = _checks.whole_number("n", n, 1)
@@ -49,8 +45,7 @@ class NormHistory:
         self.device = torch.device("cpu" if device is None else device)
         # The most steps that were recorded of any example; None where the device has to be asked.
         self._most = 0
-        # Whether something that was recorded cannot be, where the device has to be asked; see
-        # `_refuse`.
+        # Whether something recorded cannot be, where the device has to be asked; see `_refuse`.
         self._wrong = None
         self._steps = torch.zeros(self.n, dtype=torch.int64, device=self.device)  # of each example
 
@@ -77,8 +72,7 @@ class NormHistory:
         elif here.numel() and not (here.min() >= 0 and here.max() < math.inf):  # nor for NaN
             _checks.in_interval("norms", norms, 0, math.inf, closed="left")
         if norms.dtype != torch.float64:
-            # A norm that was summed in few digits may lie a few of its last places below the true
-            # one.
+            # A norm summed in few digits may lie a few of its last places below the true one.
             share = share * margin(norms.dtype)
         return share.clamp(max=1.0)
 
@@ -108,8 +102,7 @@ class NormHistory:
         if not isinstance(steps, torch.Tensor) or not steps.ndim:
             number = _checks.whole_number("steps", steps, 0, MOST)
             return torch.full((), number, dtype=torch.int64, device=self.device).expand(count)
-        # Larger ones than a count can hold must not even be added up: sums of 64 bits wrap around,
-        # too.
+        # Larger ones than a count can hold must not be added up: sums of 64 bits wrap around, too.
         whole = not (_checks.real("steps", steps).is_floating_point() or steps.dtype == torch.bool)
         if self._away(steps) and steps.shape == (count,) and whole:
             steps = self._refuse((steps < 0) | (steps > MOST), steps, 0)
@@ -141,16 +134,13 @@ class NormHistory:
     def _check_nothing_refused(self):
         if self._wrong is not None and self._wrong:
             raise ValueError(
-                "norms must lie in [0, inf), steps be whole numbers that add up to at most "
-                f"{MOST} for an example, and examples lie in [0, {self.n}), but some that were "
-                "recorded "
+                f"norms must lie in [0, inf), steps be whole numbers that add up to at most {MOST} "
+                f"for an example, and examples lie in [0, {self.n}), but some that were recorded "
                 "on the device did not"
             )
 
     def _add_steps(self, steps, examples):
-        """Add to the steps of each example, unless one comes to have more than its counts can
-        hold.
-        """
+        """Add to the steps of each example, unless one gets more than its counts can hold."""
         rows = slice(None) if examples is None else examples
         if examples is None:
             self._steps += steps

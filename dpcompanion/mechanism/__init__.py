@@ -2,7 +2,8 @@
 
 * `plan`: `DPSGDPlan`, from which sampler, clip norms, noise and account are made;
 * `sampling`: true Poisson draws;  `noise`: Gaussian noise and the streams of a seed;
-* `secure`: a cipher's stream, exact coins, noise on a grid;  `floats`: what floats do to the account of a release.
+* `secure`: a cipher's stream, exact coins, noise on a grid;
+* `floats`: what floats do to the account of a release.
 
 What users take from here `dpcompanion.training` hands on.
 """

@@ -66,8 +66,7 @@ def gaussian_noise(
     dtype: torch.dtype = torch.float64,
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
-    """Independent N(0, std^2) entries, drawn in float64 on the generator's device, then rounded and
-    moved.
+    """Independent N(0, std^2), drawn in float64 on the generator's device, then rounded and moved.
 
     A float64 draw reaches further into the tails than a float32 one, and models of both types get
     the same noise. That of a `SecureStream` lies on a grid (`dpcompanion.mechanism.secure.grid_of`)

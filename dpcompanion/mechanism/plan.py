@@ -1,15 +1,15 @@
 r"""One description of a DP-SGD run, from which everything else is made.
 
-A step of DP-SGD (Abadi et al. 2016; for each example its own rate and norm,
-Boenisch et al. 2023) takes example :math:`i` with probability :math:`q_i`, clips its
-gradient :math:`g_i` to length :math:`C_i` and moves along
+A step of DP-SGD (Abadi et al. 2016; for each example its own rate and norm, Boenisch et al. 2023)
+takes example :math:`i` with probability :math:`q_i`, clips its gradient :math:`g_i` to length
+:math:`C_i` and moves along
 
 .. math::
     \frac{1}{\sum_i q_i}\Big(\sum_{i \in B} g_i \min(1, C_i/\lVert g_i\rVert)
     + \mathcal N(0, s^2 I)\Big), \qquad s = \sigma \cdot \operatorname{mean}_i C_i.
 
-Sampler, clip norms, noise and account all come from the plan, so they cannot
-disagree.  The divisor is the expected batch size, where the realised size would depend on the data.
+Sampler, clip norms, noise and account all come from the plan, so they cannot disagree.  The divisor
+is the expected batch size, where the realised size would depend on the data.
 
 Whom is the guarantee about?  The plan says it (`relation`), and `statement` says it in words:
 
@@ -18,10 +18,11 @@ Whom is the guarantee about?  The plan says it (`relation`), and `statement` say
   is.
 * "add-remove": neighbours differ by one example, so n is not public, and nothing that depends on n
   may show. The divisor would: the noise is divided by it too, and its scale alone tells n from n +
-  1 after enough numbers have been seen (mu about :math:`\sqrt{2 \cdot \text{parameters} \cdot
-  \text{steps}} / n`). So this relation asks for `expected_batch_size`, a constant chosen before the
-  data were seen, as the rate and the number of steps are. For the same reason it takes one clip
-  norm for all, because the noise is measured in their mean.
+  1 after enough numbers have been seen (mu about
+  :math:`\sqrt{2 \cdot \text{parameters} \cdot \text{steps}} / n`). So this relation asks for
+  `expected_batch_size`, a constant chosen before the data were seen, as the rate and the number of
+  steps are. For the same reason it takes one clip norm for all, because the noise is measured in
+  their mean.
 
 The numbers are the same for both: an example whose gradient is zero adds nothing to any sum, so
 with the constants fixed a run with it and a run without it are the same run in distribution (the
@@ -44,8 +45,8 @@ names are those of Kairouz et al. 2021 and Ponomareva et al. 2023).
 >>> plan.relation
 'zero-out'
 
-With a clip norm for each example the noise stays one number, and the example
-with the smaller norm is hidden better:
+With a clip norm for each example the noise stays one number, and the example with the smaller norm
+is hidden better:
 
 >>> plan = DPSGDPlan(
 ...     n=4,
@@ -105,15 +106,15 @@ class DPSGDPlan:
     Args:
         n: number of examples.
         sample_rate: probability that an example enters a step; a number or one for each example,
-        (n,), in (0, 1].
+            (n,), in (0, 1].
         steps: number of steps; for E epochs, E / sample_rate of them.
         max_grad_norm: length to which a gradient is clipped; a number or one for each example,
-        (n,), above 0.
+            (n,), above 0.
         noise_multiplier: standard deviation of the noise on the sum of clipped gradients, in units
             of the mean clip norm. 0 means no noise and no privacy.
         delta: the delta at which `epsilon` is reported. A UserWarning says where it is 1/n or more.
         expected_batch_size: the divisor of the noisy sum, a public constant above 0. By default the
-        sum of the rates.
+            sum of the rates.
         relation: "zero-out" or "add-remove", see the module's text. By default "zero-out", and
             "add-remove" where `expected_batch_size` is given.
         arithmetic: "real", an account of real numbers, or "float", for a release: it counts the
@@ -170,8 +171,7 @@ class DPSGDPlan:
         if self.delta * self.n >= 1:
             warnings.warn(
                 f"delta {self.delta:g} is not below 1/n = {1 / self.n:g}: to publish an example at "
-                "random would be as "
-                "private; take a delta well below 1/n",
+                "random would be as private; take a delta well below 1/n",
                 stacklevel=3,
             )
         given = (
@@ -185,8 +185,8 @@ class DPSGDPlan:
             if given is None:
                 raise ValueError(
                     "expected_batch_size must be given for relation='add-remove', a public "
-                    "constant "
-                    "chosen before the data were seen, got None: the sum of the rates gives n away"
+                    "constant chosen before the data were seen, got None: the sum of the rates "
+                    "gives n away"
                 )
             if isinstance(self.max_grad_norm, torch.Tensor):
                 raise ValueError(
@@ -230,6 +230,8 @@ class DPSGDPlan:
         """The plan with the least noise whose epsilon, by `accountant`, does not exceed
         `target_epsilon`, for one rate for all. It keeps the accountant.
 
+        Many arguments, since a run can be described in epochs or steps, and batches or rates.
+
         Args:
             target_epsilon: above 0.
             n: number of examples.
@@ -246,7 +248,7 @@ class DPSGDPlan:
                 and "add-remove" where `expected_batch_size` is given.
             accountant: "pld" or "rdp".
             arithmetic: "real", an account of real numbers, or "float", for a release, which counts
-            what floats do.
+                what floats do.
             parameters: for "float", how many trainable numbers the model has.
             unit: what an example is, as in `DPSGDPlan`.
 
@@ -315,8 +317,9 @@ class DPSGDPlan:
         parameters: int | None = None,
         unit: str = "example",
     ) -> "DPSGDPlan":
-        """The plan that uses up each example's own budget (individualised DP, Boenisch et al.
-        2023).
+        """The plan that uses up each example's own budget (Boenisch et al. 2023).
+
+        Many arguments, since a run can be described in epochs or steps, and batches or rates.
 
         Args:
             target_epsilons: one number, one for each example, (n,), or {budget: share}, whose
@@ -326,11 +329,11 @@ class DPSGDPlan:
             max_grad_norm: the mean of the examples' clip norms, above 0.
             delta: at which the targets are meant.
             sample_rate, steps: the mean of the examples' rates, in (0, 1], and the number of steps;
-            or else
+                or else
             batch_size, epochs: the mean size of a batch, in (0, n], and how often an example is
                 sampled on average (over all of them), as in `for_epsilon`.
             method: "sample", which gives larger budgets a larger sample rate, or "scale", a larger
-            clip norm.
+                clip norm.
             expected_batch_size, relation, accountant, arithmetic, parameters, unit: as in
                 `DPSGDPlan`; "scale" goes with "zero-out" alone.
 
@@ -394,9 +397,7 @@ class DPSGDPlan:
         return hash((self.n, self.steps, self.noise_multiplier, self.delta, self.accountant))
 
     def _fields(self):
-        """All fields as JSON values without loss: arrays as lists, a divisor that was not given as
-        None.
-        """
+        """All fields as JSON values without loss: arrays as lists, a divisor not given as None."""
         held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if isinstance(self.expected_batch_size, _SumOfRates):
             held["expected_batch_size"] = None
@@ -436,8 +437,7 @@ class DPSGDPlan:
         )
 
     def budgets(self, target_epsilons: Any) -> torch.Tensor:
-        """The budget of each example, (n,) float64, of one number, one for each, or {budget: share}
-        (`idp.budgets_for`)."""
+        """Each example's budget, (n,) float64, of a number, one for each or {budget: share}."""
         from dpcompanion.idp import budgets_for
 
         return budgets_for(target_epsilons, self.n)
@@ -458,9 +458,8 @@ class DPSGDPlan:
         if self.arithmetic != "real":
             raise ValueError(
                 f"plan must have arithmetic='real', got {self.arithmetic!r}: what floats add is "
-                "not in individual "
-                "accounts; for one of real numbers, dataclasses.replace(plan, arithmetic='real', "
-                "parameters=None)"
+                "not in individual accounts; for one of real numbers, dataclasses.replace(plan, "
+                "arithmetic='real', parameters=None)"
             )
         return {
             name: getattr(self, name)
@@ -476,9 +475,7 @@ class DPSGDPlan:
 
     @property
     def noise_std(self) -> Any:
-        """Standard deviation of each coordinate of the noise on the sum: `noise_multiplier` x mean
-        clip norm.
-        """
+        """Standard deviation of the sum's noise: `noise_multiplier` x mean clip norm."""
         norm = self.max_grad_norm
         return self.noise_multiplier * (
             norm.mean().item() if isinstance(norm, torch.Tensor) else norm
@@ -543,10 +540,10 @@ class DPSGDPlan:
         ...     delta=1e-5,
         ...     expected_batch_size=600,
         ... )
-        >>> print(plan.statement())  # doctest: +NORMALIZE_WHITESPACE
-        Neighbours differ by one example (add-remove; rate, clip norm, steps and the divisor 600 are constants that do
-        not depend on the data); Poisson sampling at rate 0.01, 500 steps, noise 1 times the clip norm 1, delta 1e-05,
-        accountant pld.
+        >>> print(plan.statement())
+        Neighbours differ by one example (add-remove; rate, clip norm, steps and the divisor 600 are
+        constants that do not depend on the data); Poisson sampling at rate 0.01, 500 steps, noise 1
+        times the clip norm 1, delta 1e-05, accountant pld.
         """
         steps = _checks.whole_number("steps", self.steps if steps is None else steps, 0, self.steps)
         taken = (
@@ -561,15 +558,14 @@ class DPSGDPlan:
         if self.relation == "zero-out":
             whom = (
                 f"Neighbours differ in one {self.unit}, whose gradients are zero in one of them "
-                "(zero-out; the number "
-                f"of {self.unit}s, {self.n}, is public, and so is the divisor "
-                f"{self.expected_batch_size:g})"
+                f"(zero-out; the number of {self.unit}s, {self.n}, is public, and so is the "
+                f"divisor {self.expected_batch_size:g})"
             )
         else:
             whom = (
                 f"Neighbours differ by one {self.unit} (add-remove; rate, clip norm, steps and the "
-                "divisor "
-                f"{self.expected_batch_size:g} are constants that do not depend on the data)"
+                f"divisor {self.expected_batch_size:g} are constants that do not depend on the "
+                "data)"
             )
         mean = "" if isinstance(self.max_grad_norm, float) else "mean "
         counted = (
@@ -580,8 +576,7 @@ class DPSGDPlan:
         return (
             f"{whom}; Poisson sampling at rate {said(self.sample_rate)}, {taken}, noise "
             f"{self.noise_multiplier:g} times the {mean}clip norm {said(self.max_grad_norm)}, "
-            "delta "
-            f"{self.delta:g}, accountant {self.accountant}{counted}."
+            f"delta {self.delta:g}, accountant {self.accountant}{counted}."
         )
 
     def epsilon(
@@ -596,7 +591,7 @@ class DPSGDPlan:
 
         Raises:
             ValueError: if `steps` exceeds the plan's, `delta` is outside (0, 1) or `accountant` is
-            unknown.
+                unknown.
         """
         steps = _checks.whole_number("steps", self.steps if steps is None else steps, 0, self.steps)
         delta = _checks.number(
@@ -687,9 +682,7 @@ def _left_of(delta: float, arithmetic: str) -> float:
 def _rate_and_steps(
     n: int, sample_rate: Any, steps: Any, batch_size: Any, epochs: Any
 ) -> tuple[float, int]:
-    """The rate and the number of steps, given as such or by the size of a batch and a number of
-    epochs.
-    """
+    """The rate and the number of steps, given as such or by batch size and epochs."""
     pairs = (
         {"sample_rate": sample_rate, "steps": steps},
         {"batch_size": batch_size, "epochs": epochs},
@@ -708,9 +701,7 @@ def _rate_and_steps(
 
 
 class _SumOfRates(float):
-    """A divisor that nobody gave: made anew when a plan is replaced, and not public where n is
-    not.
-    """
+    """A divisor that nobody gave: made anew when a plan is replaced, not public where n is not."""
 
 
 def _plain(value):

@@ -1,10 +1,9 @@
 """Poisson sampling: every example tosses its own coin at every step.
 
-The amplification that the accountants compute holds for this sampler only:
-example i is in a step with probability q_i, independently of the others and of
-every other step (Mironov et al. 2019, section 2).  A shuffled pass in fixed
-batches is another mechanism.  So the batch size is random, and a batch may be
-empty: it is then a step of noise alone.
+The amplification that the accountants compute holds for this sampler only: example i is in a step
+with probability q_i, independently of the others and of every other step (Mironov et al. 2019,
+section 2).  A shuffled pass in fixed batches is another mechanism.  So the batch size is random,
+and a batch may be empty: it is then a step of noise alone.
 
 From `GAPS_FROM` examples on a draw costs as much as it brings, not n: where all rates are equal, or
 of few different values, the number of examples passed over before the next one is geometric, P(gap
@@ -106,9 +105,7 @@ class PoissonSampler:
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn).sort().values
 
     def _grouped(self):
-        """(rate, size, members or None for all) of each group of equal rates; None where there are
-        too many.
-        """
+        """(rate, size, members or None for all) of each group of equal rates; None if too many."""
         if not self.sample_rate.ndim:
             return [(float(self.sample_rate), self.n, None)]
         rates, which = self.sample_rate.unique(return_inverse=True)

@@ -1,5 +1,4 @@
-r"""Unpredictable random numbers: a cipher's stream, exact coins and gaps, and Gaussian noise on a
-grid.
+r"""Unpredictable random numbers: a cipher's stream, exact coins and gaps, Gaussian noise on a grid.
 
 A model that is published leaves its noise behind. Anyone who can guess the noise subtracts it, so a
 release needs more than a good statistical generator: its seed must be too long to try, and its
@@ -12,10 +11,10 @@ Three laws are drawn from it without error, up to the cipher itself:
 * coins: example :math:`i` is in with probability :math:`q_i`, exactly, for every double
   :math:`q_i`. The first 64 bits of a uniform number decide unless they equal those of :math:`q_i`;
   then further bits do.
-* gaps: how many such coins of one rate come down before the next comes up, :math:`P(k \ge j) = (1 -
-  q)^j`, for as much work as there are gaps. With :math:`U` uniform, :math:`k = \lfloor \ln(1 - U) /
-  \ln(1 - q) \rfloor`; float64 decides unless the quotient lies within its error of a whole number,
-  and then more bits and exact arithmetic do.
+* gaps: how many such coins of one rate come down before the next comes up,
+  :math:`P(k \ge j) = (1 - q)^j`, for as much work as there are gaps. With :math:`U` uniform,
+  :math:`k = \lfloor \ln(1 - U) / \ln(1 - q) \rfloor`; float64 decides unless the quotient lies
+  within its error of a whole number, and then more bits and exact arithmetic do.
 * noise: the multiple of a grid :math:`g` that lies nearest to :math:`Z \sim \mathcal N(0, s^2)`.
   With :math:`T` uniform in (0, 1/2) and a random sign, :math:`|Z| = -s\,\Phi^{-1}(T)`. 64 bits of
   sign and :math:`T`, and an inverse in float64, decide the multiple unless :math:`|Z|` lies within
@@ -71,8 +70,7 @@ MOST_CELLS = 2.0**51
 
 # One thread of a forked process draws a new key, and the rest wait for it.
 _FORKED = threading.Lock()
-# How many forks lie behind this process: numbers of processes alone come again, as in a new
-# namespace.
+# How many forks lie behind this process: numbers of processes come again, as in namespaces.
 _forks = 0
 
 
@@ -138,9 +136,7 @@ class SecureStream:
         return {"calls": self._calls} | ({"key": self._key} if with_key else {})
 
     def set_state(self, state):
-        """Go on after so many calls, with the key that the state holds, or else with the present
-        one.
-        """
+        """Go on after so many calls, with the key of the state, or else with the present one."""
         if not isinstance(state, dict) or "calls" not in state:
             raise ValueError(
                 "state must be a dict with the number of calls, as of get_state, got "
@@ -198,8 +194,7 @@ class SecureStream:
         return np.frombuffer(cipher.encryptor().update(bytes(8 * count)), dtype="<u8")
 
     def coins(self, n, rate):
-        """n independent coins that come up with probability `rate`, exactly; a (n,) tensor of
-        booleans.
+        """n independent coins that come up with probability `rate`, exactly; (n,) booleans.
 
         Args:
             n: how many.
@@ -257,9 +252,7 @@ class SecureStream:
         return torch.from_numpy(gaps.astype(np.int64))
 
     def _exact_gap(self, word, rate, most):
-        """The gap for U in [word, word + 1) / 2^64, at most `most`: with as many more bits as it
-        takes.
-        """
+        """The gap for U in [word, word + 1) / 2^64, at most `most`: with more bits as needed."""
         bits = 64
         while True:
             low, high = (min(_quotient(word + end, bits, rate), most) for end in (0, 1))
@@ -274,7 +267,7 @@ class SecureStream:
             shape: of the tensor.
             std: the standard deviation before rounding, at least 0 and finite.
             grid: a power of two; `grid_of(std)` by default. Rounding adds a variance of grid^2 /
-            12.
+                12.
         """
         try:
             shape = torch.Size(shape)
@@ -299,9 +292,7 @@ class SecureStream:
         return torch.from_numpy(result * grid).reshape(shape)
 
     def _multiples(self, words, scale):
-        """The whole numbers nearest to N(0, scale^2), as floats: one from each word, where its bits
-        suffice.
-        """
+        """The whole numbers nearest to N(0, scale^2), as floats, of words whose bits suffice."""
         tails = words >> np.uint64(1)
         # The middle of what the bits leave open of T, [tails, tails + 1) / 2^64.
         t = tails.astype(np.float64)
@@ -323,9 +314,7 @@ class SecureStream:
         return np.bitwise_xor(multiples.view(np.uint64), sign, out=sign).view(np.float64)
 
     def _exact_multiple(self, tail, scale):
-        """The multiple for T in [tail, tail + 1) / 2^64: with as many more bits as it takes, and no
-        rounding error.
-        """
+        """The multiple for T in [tail, tail + 1) / 2^64: exact, with more bits as needed."""
         bits = 64
         while True:
             low, high = (_rounded_quantile(tail + end, bits, scale) for end in (1, 0))
@@ -338,9 +327,10 @@ def _reach(t, scale):
     """Bound on how far scale x + 1/2, with x = -Phi^-1(t), is off when t is the middle of what 63
     bits leave open of T.
 
-    |d x / d T| = 1 / density(x) <= 4.2 + 1 / T; twice that over the rest of T, whose ends may be as far as a factor of
-    two from its middle, and over the rounding of T, t 2^-52, with t (4.2 + 1 / t) <= 3.1; then what the inverse and its
-    multiple are off by, with x^2 <= -2 ln t.  It falls as t grows.
+    |d x / d T| = 1 / density(x) <= 4.2 + 1 / T; twice that over the rest of T, whose ends may be as
+    far as a factor of two from its middle, and over the rounding of T, t 2^-52, with
+    t (4.2 + 1 / t) <= 3.1; then what the inverse and its multiple are off by, with x^2 <= -2 ln t.
+    It falls as t grows.
     """
     size = scale * np.sqrt(-2 * np.log(t))
     return (
@@ -351,8 +341,7 @@ def _reach(t, scale):
 
 
 def snapped(total, grid):
-    """The nearest multiples of a grid (a power of two, or a tensor of them), float64, where `total`
-    lies.
+    """The nearest multiples of a grid (a power of two, or a tensor), float64, where `total` lies.
 
     Raises:
         ValueError: numbers that are not finite or too large to add exactly; not on a GPU, which is
@@ -395,9 +384,7 @@ def _rounded_quantile(numerator, bits, scale):
 
 
 def _quotient(numerator, bits, rate):
-    """floor(ln(1 - numerator / 2^bits) / ln(1 - rate)), inf for 1; exact as `_rounded_quantile`
-    is.
-    """
+    """floor(ln(1 - numerator / 2^bits) / ln(1 - rate)), inf for 1; exact as `_rounded_quantile`."""
     import mpmath
 
     if numerator == 1 << bits:

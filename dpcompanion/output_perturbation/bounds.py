@@ -94,8 +94,7 @@ def sgd_sensitivity(
     if bool((beyond := rate > most * (1 + 1e-12)).any()):  # the square of sqrt(2) is not 2
         raise ValueError(
             f"learning_rate must be at most 2 / smoothness = {float(most[beyond][0]):g} for "
-            "theorem 2 "
-            f"to hold, got {float(rate[beyond][0]):g}"
+            f"theorem 2 to hold, got {float(rate[beyond][0]):g}"
             + (
                 ", where no smoothness was given and lipschitz**2 / 4 is taken"
                 if smoothness is None
@@ -118,8 +117,7 @@ def sgd_sensitivity_estimate(
 def sgd_sensitivity_estimate(
     *, passes: Numbers, lipschitz: Numbers, learning_rate: Numbers, batch_size: Numbers
 ) -> float | torch.Tensor:
-    r"""The paper's value :math:`2 k L \eta / B` with a fractional number of passes k: no bound. See
-    `sgd_sensitivity`.
+    r""":math:`2 k L \eta / B`, for fractional k, as in the paper: no bound. See `sgd_sensitivity`.
 
     Args:
         passes: k, passes over the data, above 0.
@@ -156,8 +154,7 @@ def sgd_sensitivity_estimate(
 
 
 def pairwise_sensitivity(weights: Array) -> torch.Tensor:
-    r"""Equation 18: :math:`\|A(S_i, r) - A(S_j, r)\|` for every seed r and pair i < j of data sets,
-    (seeds, pairs).
+    r"""Equation 18: :math:`\|A(S_i, r) - A(S_j, r)\|` for seeds r and pairs i < j, (seeds, pairs).
 
     Pairs come in the order of `torch.combinations`. Under one seed the runs on S_i and S_j differ
     in two places, that of example i and that of example j, so that twice the bound of theorem 2
@@ -187,8 +184,7 @@ def empirical_sensitivity(weights: Array) -> float:
 
 
 def seed_sigma(weights: Array) -> torch.Tensor:
-    """The standard deviation of the weights about their mean over seeds, pooled over parameters,
-    (data sets,).
+    """The weights' standard deviation over seeds, pooled over parameters, (data sets,).
 
     As algorithm 1 has it: residuals about a mean of R runs, so that it is too small by sqrt((R - 1)
     / R), on the safe side. Raises ValueError for fewer than two seeds.
@@ -286,31 +282,26 @@ def augmented_sigma(
             `sigma_intrinsic=0` this is plain output perturbation, and a guarantee if the
             sensitivity is one.
         target_epsilon, target_delta: the budget; epsilon > 0, delta in (0, 1); numbers or tensors
-        that broadcast.
+            that broadcast.
         mechanism: "analytic", or "classical", which is a bound for a target below 1 only.
 
     Returns:
         A float of numbers, else a float64 tensor of the common shape. The analytic noise is found
-        conservatively:
-        `gaussian_delta` at the total never exceeds the target.
+        conservatively: `gaussian_delta` at the total never exceeds the target.
 
     Raises:
         ValueError: an argument outside its range, an unknown mechanism, or a noise that float64 has
-        no digits for.
+            no digits for.
 
     >>> augmented_sigma(0.050, [0.0, 0.028, 0.3], target_epsilon=1, target_delta=9.62e-5)
     tensor([0.1598, 0.1573, 0.0000], dtype=torch.float64)
     """
     _checks.one_of("mechanism", mechanism, _MECHANISMS)
     given = sensitivity, sigma_intrinsic, target_epsilon, target_delta
-    sensitivity, own = (
-        _at_least_0("sensitivity", sensitivity),
-        _at_least_0("sigma_intrinsic", sigma_intrinsic),
-    )
-    epsilon, delta = (
-        _positive("target_epsilon", target_epsilon),
-        _delta(target_delta, "target_delta"),
-    )
+    sensitivity = _at_least_0("sensitivity", sensitivity)
+    own = _at_least_0("sigma_intrinsic", sigma_intrinsic)
+    epsilon = _positive("target_epsilon", target_epsilon)
+    delta = _delta(target_delta, "target_delta")
     if mechanism == "analytic":
         target = sensitivity / gaussian_mu(epsilon, delta)
     else:
@@ -329,8 +320,7 @@ class NoiseCovariance(NamedTuple):
 
 
 def noise_covariance(weights: Array, *, shrinkage: float | None = None) -> NoiseCovariance:
-    r"""The covariance of the weights over seeds, shrunk towards a multiple of the identity;
-    (parameters, parameters).
+    r"""The weights' covariance over seeds, shrunk towards the identity; (parameters, parameters).
 
     :math:`(1 - \rho) \hat S + \rho\, \frac{\operatorname{tr} \hat S}{d} I`, with the sample
     covariance of the residuals of each data set about its own mean, averaged over data sets.
@@ -353,8 +343,7 @@ def noise_covariance(weights: Array, *, shrinkage: float | None = None) -> Noise
     sample = (residuals.mT @ residuals).mean(0) / seeds
     mean = sample.diag().mean() * torch.eye(size, dtype=sample.dtype, device=sample.device)
     if shrinkage is None:
-        # The mean of ||r r' - S||^2 over draws is the mean of |r|^4 less |S|^2, averaged over data
-        # sets.
+        # The mean of ||r r' - S||^2 over draws is the mean of |r|^4 less |S|^2, over data sets.
         spread = residuals.square().sum(-1).square().mean() - sample.square().sum()
         distance = (sample - mean).square().sum()
         shrinkage = min(1.0, float(spread / (seeds * distance))) if distance > 0 else 1.0
@@ -370,8 +359,7 @@ def mahalanobis(differences: Sequence[float], covariance: Array) -> float: ...
 @overload
 def mahalanobis(differences: Array, covariance: Array) -> torch.Tensor: ...
 def mahalanobis(differences: Array, covariance: Array) -> float | torch.Tensor:
-    r""":math:`\mu = \sqrt{d^\top S^{-1} d}` of differences d between means, (..., parameters) to
-    (...).
+    r""":math:`\mu = \sqrt{d^\top S^{-1} d}` of differences d of means, (..., parameters) to (...).
 
     What tells two Gaussians N(m, S) and N(m + d, S) apart: they are as far from each other as N(0,
     1) and N(mu, 1), so that `gaussian_epsilon(mu, delta)` is their exact epsilon. A float of a list
@@ -404,8 +392,7 @@ def mahalanobis(differences: Array, covariance: Array) -> float | torch.Tensor:
         least = float(torch.linalg.eigvalsh(covariance)[0])
         raise ValueError(
             f"covariance must be positive definite, got a smallest eigenvalue of {least:g}; shrink "
-            "it, or use more "
-            "seeds than parameters"
+            "it, or use more seeds than parameters"
         )
     flat = differences.reshape(-1, differences.shape[-1])
     found = (

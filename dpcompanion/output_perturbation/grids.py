@@ -1,11 +1,10 @@
 r"""Thousands of small SGD runs side by side: every (neighbouring data set, seed) of a grid.
 
-The runs of Hyland and Tople 2020, section VI-A.  Example 0 is held out; data set
-:math:`S_i` is the examples 1..n with example i replaced, in its place, by example 0.
-A seed draws the initialization and a new order of the n places for each epoch.  So
-all runs of one seed walk through the same batches, which differ in one row where a
-replaced example turns up: one batched matrix product serves them all, with example
-0 as an extra row that only the runs concerned look at.
+The runs of Hyland and Tople 2020, section VI-A.  Example 0 is held out; data set :math:`S_i` is the
+examples 1..n with example i replaced, in its place, by example 0. A seed draws the initialization
+and a new order of the n places for each epoch.  So all runs of one seed walk through the same
+batches, which differ in one row where a replaced example turns up: one batched matrix product
+serves them all, with example 0 as an extra row that only the runs concerned look at.
 
 Models are those of the paper, with cross-entropy loss and plain SGD: logistic regression with a
 bias, and one hidden layer of ReLU units. Gradients of a batch are summed and divided by
@@ -31,6 +30,21 @@ _ROUNDING = 1e-6
 _LEAST_STEP = 1e-9
 
 
+def _check_rate(learning_rate, batch_size):
+    """A learning rate that the bound of theorem 2 covers, for logistic regression."""
+    if learning_rate > 4:
+        raise ValueError(
+            "learning_rate must be at most 2 / beta = 4, or a step of SGD is not 1-expansive and "
+            "theorem 2 fails (logistic loss, norms with the bias up to sqrt(2): beta = 1/2), got "
+            f"{learning_rate:g}"
+        )
+    if learning_rate < _LEAST_STEP * batch_size:
+        raise ValueError(
+            f"learning_rate must be at least {_LEAST_STEP:g} times the batch_size, or the rounding "
+            f"of weights counts beside the bound of theorem 2, got {learning_rate:g}"
+        )
+
+
 def train_grid(
     features: torch.Tensor,
     labels: torch.Tensor,
@@ -48,6 +62,8 @@ def train_grid(
     progress: bool | None = None,
 ) -> torch.Tensor:
     r"""The weights of one SGD run for each data set and seed.
+
+    Many arguments, since the data sets, the runs and their common settings are all given.
 
     Args:
         features: (n + 1, d), float32 or float64, rows of norm at most 1; row 0 is the held-out
@@ -70,15 +86,13 @@ def train_grid(
             step) is small beside learning_rate / B, and not counted. Without it runs are as
             reproducible, but their sensitivity has no bound.
         device: where to compute; that of the features by default. Seeds are sampled on the CPU
-        everywhere.
+            everywhere.
         progress: whether to show a bar; on a terminal by default.
 
     Returns:
         (data sets, seeds, parameters) tensor on the CPU, with a leading axis for the snapshots if
-        they are given. The
-        parameters: weights, then bias; with a hidden layer the rows (weights, bias) of its units,
-        then those of the
-        output.
+        they are given. The parameters: weights, then bias; with a hidden layer the rows (weights,
+        bias) of its units, then those of the output.
 
     Raises:
         ValueError: bad input; for logistic regression also what breaks the conditions of theorem 2:
@@ -112,19 +126,9 @@ def train_grid(
         )
     hidden = _checks.whole_number("hidden", hidden, 0)
     learning_rate = _checks.number("learning_rate", learning_rate, 0, math.inf, closed="neither")
-    if enforce_conditions and not hidden and learning_rate > 4:
-        raise ValueError(
-            "learning_rate must be at most 2 / beta = 4, or a step of SGD is not 1-expansive and "
-            "theorem 2"
-            f" fails (logistic loss, norms with the bias up to sqrt(2): beta = 1/2), got "
-            f"{learning_rate:g}"
-        )
-    if enforce_conditions and not hidden and learning_rate < _LEAST_STEP * batch_size:
-        raise ValueError(
-            f"learning_rate must be at least {_LEAST_STEP:g} times the batch_size, or the rounding "
-            "of weights counts"
-            f" beside the bound of theorem 2, got {learning_rate:g}"
-        )
+    bounded = enforce_conditions and not hidden
+    if bounded:
+        _check_rate(learning_rate, batch_size)
     if isinstance(initialization, str):
         _checks.one_of("initialization", initialization, ("varying", "fixed"))
     else:
@@ -136,7 +140,7 @@ def train_grid(
     )
     device = torch.device(device or features.device)
 
-    dtype = torch.float64 if enforce_conditions and not hidden else features.dtype
+    dtype = torch.float64 if bounded else features.dtype
     features = torch.cat((features, torch.ones_like(features[:, :1])), 1).to(device, dtype)
     labels = labels.to(device, features.dtype)
     model = _Network(hidden) if hidden else _Logistic()
@@ -169,8 +173,7 @@ def train_grid(
 
 
 def initial_weights(features, seed, *, hidden=0):
-    """The weights that a run starts from, (parameters,) float64; `features` is their number d. See
-    `train_grid`.
+    """The weights that a run starts from, (parameters,) float64; `features` is their number d.
 
     >>> initial_weights(3, 0)[-1]  # the bias
     tensor(0., dtype=torch.float64)
@@ -224,8 +227,7 @@ def _check_grid(features, labels, data_sets, seeds, max_norm):
         worst = norms.max().item()
         raise ValueError(
             "features must have row norms of at most 1, or the loss is not sqrt(2)-Lipschitz and "
-            "theorem 2"
-            f" fails, got {worst:g}"
+            f"theorem 2 fails, got {worst:g}"
         )
     data_sets = [_checks.whole_number("data_sets", i, 0, len(features) - 1) for i in data_sets]
     seeds = [_checks.seed("seeds", s) for s in seeds]
@@ -244,12 +246,10 @@ class _Runs:
     """The runs of some seeds on all data sets: weights[k] is (seeds, data sets, ...)."""
 
     def __init__(self, model, features, labels, data_sets, seeds, batch_size, initialization):
-        self.model, self.features, self.labels, self.batch_size = (
-            model,
-            features,
-            labels,
-            batch_size,
-        )
+        self.model = model
+        self.features = features
+        self.labels = labels
+        self.batch_size = batch_size
         self.generators = [_stream(seed) for seed in seeds]
         starts = [model.start(features.shape[1], generator) for generator in self.generators]
         if initialization != "varying":
@@ -281,9 +281,7 @@ class _Runs:
         self.model.update(self.weights, x, residual, memory, rate)
 
     def epoch(self):
-        """The examples of each batch with a last 0, (seeds, B + 1), and where replaced examples
-        are.
-        """
+        """The examples of each batch with a last 0, (seeds, B + 1), and where replaced ones are."""
         n, size, device = len(self.features) - 1, self.batch_size, self.features.device
         order = torch.stack(
             [torch.randperm(n, generator=generator) for generator in self.generators]

@@ -1,5 +1,4 @@
-r"""The moment B of "add": :math:`E[r^{1-\alpha}]` of the sampled Gaussian's density ratio, by
-quadrature.
+r"""The moment B of "add": :math:`E[r^{1-\alpha}]` of the sampled Gaussian's ratio, by quadrature.
 
 `dpcompanion.accounting.rdp` has the moment A of "remove", which has a sum; this one has none at any
 order.

@@ -1,5 +1,4 @@
-r"""What one step of any update rule tells about a point, by how far the point moves the update in
-each batch.
+r"""What one step of any update rule tells of a point, by how far it moves the update in each batch.
 
 The step is a mixture over batches, with and without x, and divergences are jointly convex: the
 mixtures' is at most the mean of the parts', which are steps of a fixed sensitivity
@@ -55,20 +54,19 @@ def coupled_divergence(
     probabilities: Array | None = None,
     direction: str = "remove",
 ) -> float | torch.Tensor:
-    r"""One step of any update rule, by the distribution of :math:`\Delta(B) = \|U(B + x) - U(B)\|`
-    over batches.
+    r"""One step of any update rule, by the distribution of :math:`\Delta(B) = \|U(B + x) - U(B)\|`.
 
     .. math:: D_\alpha \le \frac{1}{\alpha - 1} \ln E_B[A(\Delta(B))]
 
-    Both data sets draw from mixtures over the same B with the same weights, and :math:`\int
-    P^\alpha Q^{1-\alpha}` is jointly convex in (P, Q): so the mixture's is at most the mean of the
-    parts'. The parts are one-dimensional Gaussians. The same with B in place of A holds for "add";
-    "remove" is never below it and serves for both.
+    Both data sets draw from mixtures over the same B with the same weights, and
+    :math:`\int P^\alpha Q^{1-\alpha}` is jointly convex in (P, Q): so the mixture's is at most the
+    mean of the parts'. The parts are one-dimensional Gaussians. The same with B in place of A holds
+    for "add"; "remove" is never below it and serves for both.
 
     Args:
         sensitivities: (batches, ...) values of :math:`\Delta(B)`, for independent batches B from
-            the sampler of the data set *without* x (for the mean rule :math:`\|g_x -
-            \operatorname{mean}(B)\| / (|B| + 1)`).
+            the sampler of the data set *without* x (for the mean rule
+            :math:`\|g_x - \operatorname{mean}(B)\| / (|B| + 1)`).
         sample_rate, noise_std: q in (0, 1] and s > 0, numbers or (...).
         order: above 1.
         max_sensitivity: a bound on :math:`\Delta(B)` for every B; needed with a confidence.
@@ -157,16 +155,17 @@ def coupled_delta(
 ) -> float | torch.Tensor:
     r"""One step of any update rule: the delta at `epsilon`, by the distribution of the sensitivity.
 
-    The hockey-stick divergence is jointly convex as well, so :math:`\delta(\varepsilon) \le
-    E_B[\delta_{\Delta(B)}(\varepsilon)]` with the exact value of the sampled Gaussian (Balle,
-    Barthe and Gaboardi 2018): for "remove" :math:`q\,\delta_G(\ln(1 + (e^\varepsilon - 1)/q))`, for
-    "add" :math:`c\,\delta_G(\ln(q e^\varepsilon/c))` with :math:`c = 1 - (1-q) e^\varepsilon`, or 0
-    where c is not positive; :math:`\delta_G` is the analytic Gaussian mechanism's. It holds where
+    The hockey-stick divergence is jointly convex as well, so
+    :math:`\delta(\varepsilon) \le E_B[\delta_{\Delta(B)}(\varepsilon)]` with the exact value of the
+    sampled Gaussian (Balle, Barthe and Gaboardi 2018): for "remove"
+    :math:`q\,\delta_G(\ln(1 + (e^\varepsilon - 1)/q))`, for "add"
+    :math:`c\,\delta_G(\ln(q e^\varepsilon/c))` with :math:`c = 1 - (1-q) e^\varepsilon`, or 0 where
+    c is not positive; :math:`\delta_G` is the analytic Gaussian mechanism's. It holds where
     corollary 3.1 does, with neither Hoelder's inequality nor a second delta.
 
     Args:
         epsilon: at least 0, a number or (...). The others, what is returned and what is raised: see
-        `coupled_epsilon`.
+            `coupled_epsilon`.
 
     >>> coupled_delta([0.5, 1.0, 1.5], sample_rate=0.1, noise_std=1.0, epsilon=0.2)
     0.0129...
@@ -262,10 +261,8 @@ def coupled_epsilon(
         ) | epsilon.isinf()
 
     done = reached(torch.zeros((), dtype=torch.float64))
-    low, high = (
-        torch.zeros_like(done, dtype=torch.float64),
-        torch.ones_like(done, dtype=torch.float64),
-    )
+    low = torch.zeros_like(done, dtype=torch.float64)
+    high = torch.ones_like(done, dtype=torch.float64)
     while not bool((enough := reached(high)).all()):
         low, high = torch.where(enough, low, high), torch.where(enough, high, 2 * high)
     found = torch.where(done, 0.0, bisect(reached, good=high, bad=low, halvings=50))
@@ -312,8 +309,7 @@ def holder_epsilon(
     confidence: float | None = None,
     probabilities: Array | None = None,
 ) -> float | torch.Tensor:
-    r"""Corollary 3.1: an epsilon at `delta` for x's presence, from the p-norm of the sensitivity
-    distribution.
+    r"""Corollary 3.1: an epsilon at `delta` for x's presence, from the sensitivities' p-norm.
 
     With :math:`a_p = q\,(E_B[e^{p\,\varepsilon_G(\Delta(B))}])^{1/p}`,
 
@@ -325,12 +321,14 @@ def holder_epsilon(
     proved for results below 1 only).
 
     Proof: :math:`P(M(X') \in S) \le q\,E_B[e^{\varepsilon_G} P_B] + q\delta_G + (1-q) Q` with
-    :math:`P_B = P(N(U(B)) \in S)` and Q its mean. Hoelder's inequality and :math:`P_B^{p/(p-1)} \le
-    P_B` make the first term at most :math:`a_p Q^{1-1/p}`. Either that is at most :math:`\delta'`;
-    or :math:`Q^{-1/p} < (a_p/\delta')^{1/(p-1)}`, and then it is at most :math:`a_p^{p/(p-1)}
-    \delta'^{-1/(p-1)} Q`.
+    :math:`P_B = P(N(U(B)) \in S)` and Q its mean. Hoelder's inequality and
+    :math:`P_B^{p/(p-1)} \le P_B` make the first term at most :math:`a_p Q^{1-1/p}`. Either that is
+    at most :math:`\delta'`; or :math:`Q^{-1/p} < (a_p/\delta')^{1/(p-1)}`, and then it is at most
+    :math:`a_p^{p/(p-1)} \delta'^{-1/(p-1)} Q`.
 
     One-sided: nothing is said of P(M(X) in S). `coupled_epsilon` is smaller and serves both sides.
+
+    Many arguments, since the step, the bound's order and its confidence are all given.
 
     Args:
         sensitivities: (batches, ...) values of :math:`\Delta(B)`, for independent batches B from
@@ -431,9 +429,7 @@ def log_mean(log_values, log_weights=None):
 
 
 def _gaussian_epsilon(ratios, delta):
-    """`gaussian_epsilon`, once for each distinct pair: it is expensive, and the sum rule has one
-    sensitivity only.
-    """
+    """`gaussian_epsilon`, once a distinct pair: it is expensive, and the sum rule has one only."""
     ratios, delta = torch.broadcast_tensors(ratios, delta)
     pairs, place = torch.unique(
         torch.stack([ratios, delta], dim=-1).reshape(-1, 2), dim=0, return_inverse=True

@@ -1,9 +1,8 @@
-r"""Composition by expected divergences: theorem 3.3 of Thudi et al. 2024, and facts 3.4 and 3.5
-about it.
+r"""Composition by expected divergences: theorem 3.3 of Thudi et al. 2024, and facts 3.4 and 3.5.
 
 Training passes through states :math:`\theta_1 \dots \theta_n`, and step t has the divergence
-:math:`D_\beta(t)` of order :math:`\beta`, which depends on the state before it. For every :math:`p
-> 1`, with :math:`i = n - t` steps still to come,
+:math:`D_\beta(t)` of order :math:`\beta`, which depends on the state before it. For every
+:math:`p > 1`, with :math:`i = n - t` steps still to come,
 
 .. math::
     D_\alpha \le \frac{1}{\alpha - 1} \sum_{t=1}^{n} \frac{(p-1)^i}{p^{i+1}}
@@ -14,8 +13,9 @@ where the expectation is over runs of the *first* argument of the divergence.
 
 Proof: with F the inner integral of the last step, :math:`\int X^\alpha Y^{1-\alpha} = \int
 X_{<n}^{\alpha - 1/p}\, Y_{<n}^{1-\alpha} \cdot X_{<n}^{1/p} F`. Hoelder's inequality with p/(p-1)
-and p bounds it by the same integral over one step less, of order :math:`\frac{p}{p-1}(\alpha -
-\frac1p) = g(\alpha)`, to the power (p-1)/p, times :math:`E[F^p]^{1/p}`. Repeat.
+and p bounds it by the same integral over one step less, of order
+:math:`\frac{p}{p-1}(\alpha - \frac1p) = g(\alpha)`, to the power (p-1)/p, times
+:math:`E[F^p]^{1/p}`. Repeat.
 
 The statement prints :math:`g(\alpha) = \frac{p}{p-1}\alpha - \frac1p`, larger than the proof's: a
 bound too, a looser one. Orders blow up for the *early* steps, which have many after them. With p =
@@ -54,8 +54,7 @@ def holder_order(order: float, p: float, i: Numbers, *, recursion: str = ...) ->
 def holder_order(
     order: float, p: float, i: Numbers, *, recursion: str = "proof"
 ) -> float | torch.Tensor:
-    r""":math:`g_p^i(\alpha)`: the order at which theorem 3.3 asks for a step that has i steps after
-    it.
+    r""":math:`g_p^i(\alpha)`: the order at which theorem 3.3 asks for a step with i steps after it.
 
     Args:
         order: :math:`\alpha`, above 1.
@@ -85,11 +84,12 @@ def holder_order(
 
 
 def smallest_exponent(steps: int) -> float:
-    r"""Fact 3.4: the smallest p for which no order exceeds twice the first, :math:`1/(1 -
-    2^{-1/n})`, rounded up.
+    r"""Fact 3.4: the smallest p for which no order exceeds twice the first,
+    :math:`1/(1 - 2^{-1/n})`, rounded up.
 
-    :math:`g^i(\alpha) - 1 = (p/(p-1))^i (\alpha - 1)`, so that it suffices that :math:`(p/(p-1))^n
-    \le 2`. That is about :math:`1.44\,n + \frac12`; the paper's 3n does it for every n.
+    :math:`g^i(\alpha) - 1 = (p/(p-1))^i (\alpha - 1)`, so that it suffices that
+    :math:`(p/(p-1))^n \le 2`. That is about :math:`1.44\,n + \frac12`; the paper's 3n does it for
+    every n.
 
     >>> smallest_exponent(1), round(smallest_exponent(1000), 2)
     (2.0, 1443.2)
@@ -174,10 +174,9 @@ def compose(
 
     Returns:
         A float of lists of numbers, else (...) float64: nats. The mean over the runs stands in for
-        the expectation, so
-        this is an *estimate*, low on average, unless the divergences are the same in all states.
-        `log_runs_needed` says
-        why no confidence bound comes with it; `exact_composition` has one, and is smaller.
+        the expectation, so this is an *estimate*, low on average, unless the divergences are the
+        same in all states. `log_runs_needed` says why no confidence bound comes with it;
+        `exact_composition` has one, and is smaller.
 
     Raises:
         ValueError: an argument outside its range, an unknown recursion, a p with which the order of
@@ -227,24 +226,23 @@ def compose_sensitivities(
     recursion: str = "proof",
     each_step: bool = False,
 ) -> torch.Tensor:
-    r"""Theorem 3.3 for runs of DP-SGD whose sensitivities are known: all steps, runs and points at
-    once.
+    r"""Theorem 3.3 for runs of DP-SGD of known sensitivities: all steps, runs and points at once.
 
     The same as `compose` with `step_divergence`, and never below it (mostly 1e-4 above): moments
     are read off a table of sensitivities and orders, from above. :math:`A(\Delta)` is convex in
-    :math:`\Delta^2` (its second derivative is the expectation of :math:`r^{\alpha-4} w^2 (2r^2 +
-    4(\alpha-2)rw + (\alpha-2)(\alpha-3)w^2) \ge 0` up to a factor, w being q times the likelihood
-    ratio, at most r), and its logarithm is convex in the order (Lyapunov), so that chords lie
-    above.
+    :math:`\Delta^2` (its second derivative is the expectation of
+    :math:`r^{\alpha-4} w^2 (2r^2 + 4(\alpha-2)rw + (\alpha-2)(\alpha-3)w^2) \ge 0` up to a factor,
+    w being q times the likelihood ratio, at most r), and its logarithm is convex in the order
+    (Lyapunov), so that chords lie above.
 
     Args:
         sensitivities: (steps, runs, ...) norms of the clipped gradient of each point, at least 0.
         sample_rate, noise_std: q in (0, 1] and s above 0, numbers.
         order: above 1.
         p: above 1, by default 3 x steps. The largest order, that of the first step, may not exceed
-        1024.
+            1024.
         recursion: "proof" or "statement", the order that the theorem's proof or its text gives
-        (`holder_order`).
+            (`holder_order`).
         each_step: return the contributions, (steps, ...), in place of their sum.
 
     Returns:
@@ -278,8 +276,7 @@ def compose_sensitivities(
     if float(orders[0]) > _LARGEST_ORDER:
         raise ValueError(
             f"p must keep every order at or below {_LARGEST_ORDER}, got {p:g}, with which the "
-            "first step "
-            f"has the order {float(orders[0]):.3g}"
+            f"first step has the order {float(orders[0]):.3g}"
         )
     shares, there = (
         to_device(t, device) for t in (torch.exp(i * math.log1p(-1 / p)) / p / (order - 1), orders)

@@ -1,5 +1,4 @@
-r"""An upper confidence bound on the mean of a bounded variable, from few draws and in the log
-domain.
+r"""An upper confidence bound on the mean of a bounded variable, from few draws, in the log domain.
 
 The variables here are moments :math:`Y = e^L` between known ends, mostly tiny beside the larger
 one. Scale Y to :math:`X \in [0, 1]`. If the mean of X were m or more, then betting against it,
@@ -56,8 +55,7 @@ def log_mean_bound(
 
     Returns:
         A float of a list of numbers and a number, else (...) float64; `log_largest` where nothing
-        better holds (so
-        without any draw).
+        better holds (so without any draw).
 
     Raises:
         ValueError: draws outside the range.

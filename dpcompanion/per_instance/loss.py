@@ -71,10 +71,8 @@ A run of four steps whose gradient shrinks as the model moves, one parameter, q 
 ...         (a, 4 * (float(log_mass(1.0, order=a, **step)) - math.log1p(-j))) for a, j in proposals
 ...     ],
 ... )
->>> print(
-...     f"about {found.estimate:.1f}, at most {found.upper_bound:.1f}; uniform {found.worst_case:.1f}"
-... )
-about 3.0, at most 3.9; uniform 4.8
+>>> f"about {found.estimate:.1f}, at most {found.upper_bound:.1f}, uniform {found.worst_case:.1f}"
+'about 3.0, at most 3.9, uniform 4.8'
 """
 
 import dataclasses
@@ -105,8 +103,8 @@ def loss_divergence(
 def loss_divergence(
     losses: Array, log_densities: Array, *, order: float, shares: Array | None = None
 ) -> float | torch.Tensor:
-    r"""The divergence of any `order` above 1 from the same runs, nats: :math:`\ln E[e^{(\alpha-1)S}
-    w] / (\alpha-1)`.
+    r"""The divergence of any `order` above 1 from the same runs, nats:
+    :math:`\ln E[e^{(\alpha-1)S} w] / (\alpha-1)`.
 
     An estimate, as that of `exact_composition`, by all runs in place of those that were tilted at
     this order.
@@ -114,10 +112,10 @@ def loss_divergence(
     Args:
         losses: (runs, ...) S of each run, the sum of its `step_loss`.
         log_densities: (runs, proposals, ...) G of every proposal along each run, whichever sampled
-        the run.
+            the run.
         order: :math:`\alpha`, above 1.
         shares: (proposals,) of the runs that were sampled by each, above 0, with the sum 1; equal
-        by default.
+            by default.
 
     Returns:
         A float where `losses` is a list of numbers, else (...) float64.
@@ -178,7 +176,7 @@ def loss_epsilon(
     Args:
         losses: (runs, ...) S of each run, the sum of its `step_loss`.
         log_densities: (runs, proposals, ...) G of every proposal along each run, whichever sampled
-        the run.
+            the run.
         delta: in (0, 1).
         worst_case: the uniform epsilon at this delta, by the privacy loss distribution of the whole
             run (`dpcompanion.accounting.compute_epsilon`); a number or (...).
@@ -186,32 +184,28 @@ def loss_epsilon(
             of the proposal, and m the steps times `log_mass` at the clip norm, less the steps times
             ln(1 - jumps). The upper bound cannot do without, and is `worst_case` then.
         shares: (proposals,) of the runs that were sampled by each, above 0, with the sum 1; equal
-        by default.
+            by default.
         confidence: of the interval, and of the upper bound, in (0, 1). For both directions divide
             what is missing to 1 between them, and take the larger of the two.
 
     Returns:
         An `EpsilonEstimate`. The upper bound tries epsilons that are fixed beforehand, from the
-        worst case down, and
-        stops at the first whose delta it cannot bound by `delta`; only the first that is too small
-        can do harm, so that
-        trying many costs nothing. It holds as well where runs are divided among the proposals in
-        fixed shares.
+        worst case down, and stops at the first whose delta it cannot bound by `delta`; only the
+        first that is too small can do harm, so that trying many costs nothing. It holds as well
+        where runs are divided among the proposals in fixed shares.
 
     Raises:
         ValueError: shapes that do not fit, numbers that are not finite, densities below their
-        floors.
+            floors.
 
-    >>> losses, masses = (
-    ...     torch.tensor([1.0, 2.0, 3.0, 2.5]),
-    ...     torch.tensor([6.0, 6.5, 6.2, 6.6]),
-    ... )  # tilted at order 5
+    >>> losses = torch.tensor([1.0, 2.0, 3.0, 2.5])
+    >>> masses = torch.tensor([6.0, 6.5, 6.2, 6.6])  # tilted at order 5
     >>> densities = (4 * losses - masses)[:, None]
     >>> found = loss_epsilon(losses, densities, delta=1e-2, worst_case=4.0, floors=[(5, 7.0)])
-    >>> print(
-    ...     f"{found.estimate:.2f} in [{found.low:.2f}, {found.high:.2f}], at most {found.upper_bound:.2f}"
-    ... )
-    1.89 in [1.00, 2.26], at most 2.20
+    >>> f"{found.estimate:.2f} in [{found.low:.2f}, {found.high:.2f}]"
+    '1.89 in [1.00, 2.26]'
+    >>> f"at most {found.upper_bound:.2f}"
+    'at most 2.20'
     """
     delta = _checks.number("delta", delta, 0, 1, closed="neither")
     confidence = _checks.number("confidence", confidence, 0, 1, closed="neither")
@@ -303,8 +297,7 @@ def _checked_floors(floors, losses, densities):
         if most > mass + 1e-6 * (1 + abs(mass)):
             raise ValueError(
                 f"floors must lie below log_densities, but for proposal {row} of order {order:g} a "
-                "run has the "
-                f"mass {most:g}, above {mass:g}"
+                f"run has the mass {most:g}, above {mass:g}"
             )
         floors[row, 1] = max(mass, most)
     return floors
@@ -330,18 +323,14 @@ def _mean_and_error(log_values):
 
 
 def _crossing(above, largest):
-    """The end of the epsilons, from 0 to `largest`, at which `above` holds: 0 where it holds
-    nowhere.
-    """
+    """The end of the epsilons, from 0 to `largest`, at which `above` holds: 0 if nowhere."""
     low = torch.zeros_like(largest)
     found = bisect(lambda epsilon: ~above(epsilon), good=largest, bad=low, halvings=_HALVINGS)
     return torch.where(above(largest), largest, torch.where(above(low), found, 0.0))
 
 
 def _upper_bound(losses, log_weights, floors, shares, delta, worst, confidence):
-    """The smallest level of the worst case, from above, down to which delta is bounded at the given
-    confidence.
-    """
+    """The smallest level, from above, down to which delta is bounded at the given confidence."""
     bound, passed = worst.clone(), torch.ones_like(worst, dtype=torch.bool)
     for level in range(1, _LEVELS + 1):
         epsilon = worst * (1 - level / _LEVELS)
@@ -358,9 +347,7 @@ def _upper_bound(losses, log_weights, floors, shares, delta, worst, confidence):
 
 
 def _log_largest(epsilon, floors, shares):
-    """ln of the most that (1 - e^(epsilon - S))_+ w can be, (...): concave in S, so that its peak
-    is bisected.
-    """
+    """ln of the most that (1 - e^(epsilon - S))_+ w can be, (...): concave in S, so bisected."""
     steep, offset = floors[:, 0] - 1, torch.log(_shares(shares, len(floors))) - floors[:, 1]
     steep, offset = steep.to(epsilon.device), offset.to(epsilon.device)
     low, high = torch.full_like(epsilon, 1e-12), torch.full_like(epsilon, 50.0)
@@ -372,6 +359,5 @@ def _log_largest(epsilon, floors, shares):
         x = (low + high) / 2
         rising = 1 / torch.expm1(x) > (torch.softmax(terms(x), -1) * steep).sum(-1)
         low, high = torch.where(rising, x, low), torch.where(rising, high, x)
-    # Beyond x = 50 the first factor is 1, and with order 1 in the list the second may go on to its
-    # limit.
+    # Beyond x = 50 the first factor is 1, and with order 1 in the list the second may go on.
     return torch.log(-torch.expm1(-high)) - torch.logsumexp(terms(low), -1) + 1e-9

@@ -121,7 +121,7 @@ def proposal_log_density(
 
     Args:
         moved: (..., parameters) z, the noisy sum less that of the *other* points' clipped
-        gradients.
+            gradients.
         gradient: (..., parameters) g, x's clipped gradient at the state in which the step began.
         sample_rate, noise_std: q in (0, 1] and s above 0, numbers.
         order: a whole number of 1 or more.
@@ -170,9 +170,7 @@ def _log_ratio(along, size, sample_rate):
 
 
 def _log_proposal(sensitivity, sample_rate, noise_std, order, jumps, max_sensitivity):
-    """ln of the probabilities of k = 0, 1, ..., the larger of order and `REACH`: (..., 1 +
-    that).
-    """
+    """ln of probabilities of k = 0, 1, ..., the larger of order and `REACH`: (..., 1 + that)."""
     order = _checks.whole_number("order", order, 1)
     jumps = _checks.number("jumps", jumps, 0, 1, closed="left")
     max_sensitivity = _checks.number(

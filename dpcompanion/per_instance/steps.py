@@ -2,16 +2,16 @@ r"""What one step tells about a point x that is, or is not, in the data set.
 
 Batches B are Poisson samples of the other points, U is the update, s the noise's standard
 deviation, and x enters with probability q. With x the step draws from a mixture over B of
-:math:`(1-q)\,N(U(B), s^2) + q\,N(U(B+x), s^2)`, without it from the mixture of :math:`N(U(B),
-s^2)`. One step with sensitivity :math:`\Delta` has, with the density ratio :math:`r = 1 - q + q
-e^{w\Delta/s - \Delta^2/2s^2}` and w a standard normal,
+:math:`(1-q)\,N(U(B), s^2) + q\,N(U(B+x), s^2)`, without it from the mixture of
+:math:`N(U(B), s^2)`. One step with sensitivity :math:`\Delta` has, with the density ratio
+:math:`r = 1 - q + q e^{w\Delta/s - \Delta^2/2s^2}` and w a standard normal,
 
 .. math:: A(\Delta) = E[r^\alpha] = \sum_k \binom{\alpha}{k} (1-q)^{\alpha-k} q^k
     e^{(k^2-k)\Delta^2/2s^2}, \qquad B(\Delta) = E[r^{1-\alpha}] \le A(\Delta),
 
-and the divergences :math:`\ln A / (\alpha - 1)` with x against without ("remove") and :math:`\ln B
-/ (\alpha-1)` for the other way round ("add"). Everything is float64 and stays in the log domain: an
-order of 1024 overflows nowhere.
+and the divergences :math:`\ln A / (\alpha - 1)` with x against without ("remove") and
+:math:`\ln B / (\alpha-1)` for the other way round ("add"). Everything is float64 and stays in the
+log domain: an order of 1024 overflows nowhere.
 """
 
 import math
@@ -70,8 +70,7 @@ def step_divergence(
 
     Returns:
         ``(*S, K)`` float64 (``S`` for a single order, a float where all are numbers): nats. The
-        proof's equation 21
-        loses the factor :math:`q^k`; the theorem has it.
+        proof's equation 21 loses the factor :math:`q^k`; the theorem has it.
 
     Raises:
         ValueError: an argument outside its range, or an unknown direction.
@@ -124,8 +123,7 @@ def log_mass(
     order: float,
     direction: str = "remove",
 ) -> float | torch.Tensor:
-    r""":math:`\ln A(\Delta)` ("remove") or :math:`\ln B(\Delta)` ("add"), which is `order` - 1
-    times `step_divergence`.
+    r""":math:`\ln A(\Delta)` ("remove") or :math:`\ln B(\Delta)` ("add"), by `step_divergence`.
 
     Args:
         sensitivity: (...) at least 0.

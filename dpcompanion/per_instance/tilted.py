@@ -2,10 +2,10 @@ r"""Exact composition by tilted training: no Hoelder inequality, no larger order
 
 Show the adversary, at every step, the batch of the other points (its law is the same with x and
 without, so this only adds to the view) and the noisy sum. Given the state, let g be x's clipped
-gradient, :math:`\Delta = \|g\|`, z the noisy sum less the batch's, and :math:`r(z) = 1 - q + q
-e^{\langle z, g\rangle/s^2 - \Delta^2/2s^2}` the likelihood ratio of the step. With :math:`\varphi`
-the noise's density, :math:`e^{k\langle z,g\rangle/s^2 - k\Delta^2/2s^2} \varphi(z) =
-e^{(k^2-k)\Delta^2/2s^2}\, \varphi(z - kg)`, and so
+gradient, :math:`\Delta = \|g\|`, z the noisy sum less the batch's, and
+:math:`r(z) = 1 - q + q e^{\langle z, g\rangle/s^2 - \Delta^2/2s^2}` the likelihood ratio of the
+step. With :math:`\varphi` the noise's density, :math:`e^{k\langle z,g\rangle/s^2 - k\Delta^2/2s^2}
+\varphi(z) = e^{(k^2-k)\Delta^2/2s^2}\, \varphi(z - kg)`, and so
 
 .. math:: r(z)^\alpha \varphi(z) = \sum_k \binom{\alpha}{k}(1-q)^{\alpha-k}q^k
     e^{(k^2-k)\Delta^2/2s^2}\, \varphi(z - kg)
@@ -72,8 +72,8 @@ def tilted_counts(
 ) -> torch.Tensor:
     r"""How often x enters a step of a tilted run ("remove").
 
-    k is sampled with probability :math:`\propto \binom{\alpha}{k}(1-q)^{\alpha-k}q^k
-    e^{(k^2-k)\Delta^2/2s^2}`.
+    k is sampled with probability
+    :math:`\propto \binom{\alpha}{k}(1-q)^{\alpha-k}q^k e^{(k^2-k)\Delta^2/2s^2}`.
 
     Args:
         sensitivity: (...) norm of x's clipped gradient in each run, at least 0.
@@ -84,8 +84,7 @@ def tilted_counts(
 
     Returns:
         (...) int64 between 0 and `order`. Add k times the clipped gradient to the sum over a
-        Poisson batch of the
-        *other* points, and the usual noise.
+        Poisson batch of the *other* points, and the usual noise.
 
     Raises:
         ValueError: an argument outside its range.
@@ -123,8 +122,8 @@ def tilted_noise(
     order: float,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    r"""Noise of a step of a tilted run the other way round ("add"): the law :math:`\propto
-    r(z)^{1-\alpha} \varphi(z)`.
+    r"""Noise of a step of a tilted run the other way round ("add"): the law
+    :math:`\propto r(z)^{1-\alpha} \varphi(z)`.
 
     A trainer that can only add to a run's sum takes a plan without noise, and the whole of this
     added.
@@ -139,10 +138,8 @@ def tilted_noise(
 
     Returns:
         (..., parameters), the noise with its component along the gradient drawn anew: from
-        :math:`N(m, s^2)` at the
-        mode m, and accepted with the probability that is left. The target is log-concave with a
-        curvature of at least
-        :math:`1/s^2`, so this is exact.
+        :math:`N(m, s^2)` at the mode m, and accepted with the probability that is left. The target
+        is log-concave with a curvature of at least :math:`1/s^2`, so this is exact.
 
     Raises:
         ValueError: an argument outside its range, or a gradient that is not finite.
@@ -173,9 +170,7 @@ def tilted_noise(
 
 
 def _tilted_component(ratio, sample_rate, power, generator):
-    """A draw of t with density proportional to r(t)^-power phi(t), for each sensitivity over
-    noise.
-    """
+    """Draws of t with density proportional to r(t)^-power phi(t), one a sensitivity over noise."""
     ratio, q = as_tensors(sensitivity=ratio, sample_rate=sample_rate)
     shape, ratio, q = ratio.shape, ratio.reshape(-1), q.reshape(-1)
     result = torch.randn(len(ratio), generator=generator, dtype=torch.float64, device=ratio.device)
@@ -237,12 +232,11 @@ def exact_composition(
     resamples: int = 2000,
     generator: torch.Generator | None = None,
 ) -> CompositionEstimate:
-    r""":math:`\frac{1}{\alpha-1} \ln E_\text{tilted}[\prod_t A(\Delta_t)]`, from runs of tilted
-    training.
+    r""":math:`\frac{1}{\alpha-1} \ln E_\text{tilted}[\prod_t A(\Delta_t)]`, from tilted runs.
 
     Args:
-        log_masses: (runs, ...) sums over the steps of :math:`\ln A(\Delta_t)` (for "add" :math:`\ln
-            B`), along independent tilted runs of the same order and direction.
+        log_masses: (runs, ...) sums over the steps of :math:`\ln A(\Delta_t)` (for "add"
+            :math:`\ln B`), along independent tilted runs of the same order and direction.
         order: :math:`\alpha`, above 1.
         worst_case: the data-independent divergence of the run at this order, nats: the number of
             steps times `step_divergence` at the clip norm. A number or (...). The upper bound
@@ -254,19 +248,18 @@ def exact_composition(
 
     Returns:
         A `CompositionEstimate`. Pass divergences at several orders to
-        `dpcompanion.accounting.rdp_to_epsilon` for an
-        epsilon at the best of them; orders of 2 to 10 mostly are, and there a dozen runs fix the
-        estimate. The upper
-        bound wants more: n runs cannot exclude that a share 3/n of all would reach the worst case.
+        `dpcompanion.accounting.rdp_to_epsilon` for an epsilon at the best of them; orders of 2 to
+        10 mostly are, and there a dozen runs fix the estimate. The upper bound wants more: n runs
+        cannot exclude that a share 3/n of all would reach the worst case.
 
     Raises:
         ValueError: sums that are negative or above the worst case.
 
     >>> found = exact_composition(torch.tensor([1.0, 1.2, 1.1, 0.9]), order=6, worst_case=1.0)
-    >>> print(
-    ...     f"{found.estimate:.3f} in [{found.low:.3f}, {found.high:.3f}], at most {found.upper_bound:.3f}"
-    ... )
-    0.211 in [0.190, 0.231], at most 0.898
+    >>> f"{found.estimate:.3f} in [{found.low:.3f}, {found.high:.3f}]"
+    '0.211 in [0.190, 0.231]'
+    >>> f"at most {found.upper_bound:.3f}"
+    'at most 0.898'
     """
     order = _checks.number("order", order, 1, math.inf, closed="neither")
     _checks.number("confidence", confidence, 0, 1, closed="neither")
@@ -296,8 +289,7 @@ def exact_composition(
         look()
         raise ValueError(
             f"log_masses must not exceed (order - 1) * worst_case, but {float(log_masses.max()):g} "
-            "does, "
-            f"with worst_case {float(worst.min()):g}"
+            f"does, with worst_case {float(worst.min()):g}"
         )
     log_masses = torch.minimum(log_masses, (order - 1) * worst)
     bound = log_mean_bound(log_masses, (order - 1) * worst, confidence=confidence, log_smallest=0.0)
@@ -309,9 +301,7 @@ def exact_composition(
 
 
 def _bootstrap(log_masses, confidence, resamples, generator):
-    """Percentiles of the log-mean over runs sampled with replacement, the same runs for every
-    entry.
-    """
+    """Percentiles of the log-mean over runs sampled with replacement, the same for every entry."""
     runs, flat = len(log_masses), log_masses.reshape(len(log_masses), -1)
     if generator is None:
         generator = torch.Generator(device=flat.device).manual_seed(0)

@@ -4,8 +4,10 @@ Examples ask, one after another, to be forgotten; :math:`D^t` is what is left af
 trains. The model at hand was drawn from :math:`A(D^s)`, s being the last time that it was trained.
 If its law is close enough to that of :math:`A(D^t)` it may stay. The weak triangle inequality
 
-.. math:: D_\alpha(P \| Q) \le \frac{\alpha - 1/2}{\alpha - 1}\, D_{2\alpha}(P \| R) + D_{2\alpha -
-1}(R \| Q)
+.. math::
+
+    D_\alpha(P \| Q) \le \frac{\alpha - 1/2}{\alpha - 1}\, D_{2\alpha}(P \| R)
+    + D_{2\alpha - 1}(R \| Q)
 
 (Mironov 2017, corollary 4; by Cauchy and Schwarz) chains the requests since then, and doubles the
 order for each. In the paper's algorithm the constant reads :math:`(\alpha-1)/(\alpha-2)`, which is
@@ -48,17 +50,16 @@ def naive_unlearning(
     r"""NPIU: decide at each request whether to keep the model or to retrain.
 
     Args:
-        divergence: a function (request, order) -> a bound on :math:`D_\text{order}(A(D^{t-1}) \|
-            A(D^t))`, the direction in which the example of request t is removed; requests count
-            from 1.
+        divergence: a function (request, order) -> a bound on
+            :math:`D_\text{order}(A(D^{t-1}) \| A(D^t))`, the direction in which the example of
+            request t is removed; requests count from 1.
         requests: how many there are.
         order: :math:`\alpha`, above 1.
         budget: :math:`\beta`, at least 0.
 
     Returns:
         A list of `Decision`, one for each request. After each, the divergence of the model's law
-        from that of
-        retraining is at most its `bound`, so at most the budget.
+        from that of retraining is at most its `bound`, so at most the budget.
 
     >>> for decision in naive_unlearning(lambda t, a: 0.01 * a, requests=4, order=2, budget=0.3):
     ...     print(
@@ -84,9 +85,7 @@ def naive_unlearning(
 
 
 def _since(divergence, trained, request, order):
-    """The triangle inequality from the data set of `trained` to that of `request`, the last request
-    first.
-    """
+    """The triangle inequality from the data of `trained` to those of `request`, the last first."""
     total, factor = 0.0, 1.0
     while request > trained + 1:
         total += factor * _checks.number("divergence", divergence(request, 2 * order - 1), 0)

@@ -1,6 +1,4 @@
-"""One step of any update rule, by comparing batches of both data sets with each other (theorem
-3.6).
-"""
+"""One step of any update rule, by comparing batches of both data sets (theorem 3.6)."""
 
 import math
 
@@ -25,8 +23,7 @@ def update_divergence(
     max_distance: float | None = None,
     confidence: float | None = None,
 ) -> float:
-    r"""Theorem 3.6: one step of any update rule, by comparing batches of both data sets with each
-    other.
+    r"""Theorem 3.6: one step of any update rule, by comparing batches of both data sets.
 
     .. math:: D_\alpha(M(X') \| M(X)) \le \frac{1}{\alpha-1} E_{B \sim X} \ln E_{B_1 \dots B_\alpha
         \sim X'} \exp\Big(\frac{1}{s^2} \sum_{i<j} \langle U(B_i) - U(B), U(B_j) - U(B)\rangle\Big)
@@ -42,6 +39,8 @@ def update_divergence(
     being `max_distance`; never less than what can be proved.
 
     The bound does not vanish for X = X': use `coupled_divergence`.
+
+    Many arguments, since the step, the estimate and its confidence are all given.
 
     Args:
         updates, updates_with: (pool, parameters) updates of independent batches of X and of X'
@@ -141,9 +140,7 @@ def _tuple_bound(own, cross, inner, order, radius, confidence):
     if float((own[:, None] - 2 * cross + inner.diagonal()).max()) > radius**2 * (1 + 1e-6):
         raise ValueError(
             "max_distance must bound the distance between any two updates, but two of the pools "
-            "are "
-            "further "
-            f"apart than that, {radius:g} times the noise"
+            f"are further apart than that, {radius:g} times the noise"
         )
     count = min(len(own), len(inner) // order)
     trivial = own.new_tensor(order * (order - 1) / 2 * radius**2)

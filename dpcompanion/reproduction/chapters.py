@@ -111,7 +111,7 @@ class Chapter:
 
         Args:
             found: a record, or a dict as `both` gives, of records or lists of them; None where
-            nothing is recorded.
+                nothing is recorded.
             exhibit: whose findings; by default those of the exhibit that the record is named after.
         """
         by_kind = found if isinstance(found, Mapping) else {"": found}
@@ -142,15 +142,14 @@ class Chapter:
         stale: bool | None = None,
         **options: Any,
     ) -> comparison.Comparison:
-        """The printed numbers beside ours, a `comparison.Comparison`; a stale record is said to be
-        stale.
+        """The printed numbers beside ours, a `comparison.Comparison`; a stale record says so.
 
         Args:
             exhibit: its name.
             live, recorded: a record, or dotted name -> number.
             keys: which rows; by default all that the paper prints.
             labels: dotted name -> what the first column says, or a function that makes that of the
-            keys.
+                keys.
             stale: whether `recorded` is stale; by default what a record's experiment says of it.
             options: of `comparison.compare`.
         """
@@ -189,14 +188,12 @@ class Chapter:
             live: a record to show beside the recorded one, or dotted name -> number or text for the
                 column of live numbers; True computes what the exhibit is judged by.
             task: what the live numbers are of, see `comparison.compare`; a record keeps them as
-            "mnist-5k.sample", say.
+                "mnist-5k.sample", say.
             keys, labels, options: see `compare`.
         """
         name = self.name(exhibit)
-        one, judged_by = (
-            scoreboard.exhibit_status(name),
-            [name, *(each.of for each in experiments.criteria(name))],
-        )
+        one = scoreboard.exhibit_status(name)
+        judged_by = [name, *(each.of for each in experiments.criteria(name))]
         judged_by = list(dict.fromkeys(judged_by))
         found: dict[str, list[Record]] = {}
         if recorded := [record for record in map(self._recorded, judged_by) if record is not None]:
@@ -224,9 +221,7 @@ class Chapter:
         live: Record | Mapping[str, Any] | bool | None,
         task: str | None,
     ) -> dict[str, Any]:
-        """What `compare` takes: recorded and live numbers, which of them are a stand-in's, and what
-        is stale.
-        """
+        """What `compare` takes: recorded and live numbers, the stand-ins, and what is stale."""
         own = {
             kind: record for kind, each in found.items() for record in each if record.name == name
         }
@@ -245,15 +240,11 @@ class Chapter:
         return self.recorded(name) if name in experiments.names() else None
 
     def remains(self, exhibit: str) -> "Shown":
-        """What is left to run of an exhibit, and the command that runs it; empty where nothing
-        is.
-        """
+        """What is left to run of an exhibit, and the command that runs it; empty if none."""
         return Shown(_remains(scoreboard.exhibit_status(self.name(exhibit))))
 
     def source(self, *what: Any) -> "Source":
-        """The code of experiments (by the names of their exhibits), functions and classes, as it is
-        run.
-        """
+        """The code of experiments (by their exhibits), functions and classes, as it is run."""
         return Source(
             [
                 experiments.get(self.name(each)).function if isinstance(each, str) else each

@@ -6,10 +6,9 @@ deviations and verdicts.
 mnist.sigma     3.42529    3.42470    close, -0.017%
 svhn.sigma      2.74658    2.74600    close, -0.021%
 
-A notebook shows the same as a Markdown table in which the three kinds of
-number carry the classes `published`, `recorded` and `live`, and verdicts
-the classes `matches`, `close`, ....  Rows hold few digits, those of the
-print, and nothing that changes between two runs of the same numbers.
+A notebook shows the same as a Markdown table in which the three kinds of number carry the classes
+`published`, `recorded` and `live`, and verdicts the classes `matches`, `close`, ....  Rows hold few
+digits, those of the print, and nothing that changes between two runs of the same numbers.
 """
 
 import dataclasses
@@ -27,9 +26,7 @@ KINDS = ("published", "recorded", "live")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One number of the table; None where a kind is missing. `ours` is held against the published
-    one.
-    """
+    """One number of the table; None where a kind is missing. `ours` is held against the print."""
 
     label: str
     published: Any = None
@@ -61,9 +58,8 @@ class Comparison:
     def counts(self) -> dict[str, int]:
         """How many rows have which verdict.
 
-        >>> compare(
-        ...     "idp-sgd/table-5", live={"mnist.sigma": 3.4247, "mnist.iterations": 9375}
-        ... ).counts()
+        >>> live = {"mnist.sigma": 3.4247, "mnist.iterations": 9375}
+        >>> compare("idp-sgd/table-5", live=live).counts()
         {'matches': 1, 'close': 1}
         """
         found = [row.verdict for row in self.rows]
@@ -165,9 +161,7 @@ class Table:
 
 
 def _aligned(lines: Sequence[Sequence[str]], sides: str) -> str:
-    """Lines of cells as text in columns; `sides` says for each column whether it stands left (<) or
-    right (>).
-    """
+    """Lines of cells as text in columns; `sides` says which stand left (<) and right (>)."""
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join(
         "    ".join(
@@ -192,19 +186,21 @@ def compare(
 ) -> Comparison:
     """The table of an exhibit.
 
+    Many arguments, since what a table shows is chosen by keyword, each with a default.
+
     Args:
         exhibit: its name; None for numbers that no paper printed.
         live, recorded: dotted name -> number, `MeanSD`, or a list of them where the paper prints a
             list; either may be a `Record`.
         keys: which rows, in which order; all that live or recorded hold by default, in the paper's
-        order.
+            order.
         labels: dotted name -> what the first column says.
         verdicts: dotted name -> a word of `published.VERDICTS` that replaces the computed one;
             numbers that `published` knows to be wrong in the paper need none.
         points: what one percentage point is, see `published.verdict`; by default what the exhibit
-        says of each number.
+            says of each number.
         stale: whether `recorded` is stale; the heading then says so, and live numbers are judged
-        before recorded.
+            before recorded.
         stand_in: whether ours belong to another network than the paper's, or the names of those
             that do; they then stand beside the print, and the verdict says "stand-in".
         task: what the live numbers are of, such as "4,000 digits", where that is not the paper's
@@ -357,8 +353,7 @@ def _shown(value: Any, digits: int | None) -> str:
 
 
 def _literal(text: str) -> str:
-    """Text for a cell of a Markdown table; what stands in a record must not become a tag, a link or
-    an image.
+    """Text for a cell of a Markdown table; no content may become a tag, a link or an image.
 
     >>> print(_literal("a|b < c <img src=x onerror=alert(1)> [here](javascript:0)"))
     a\\|b < c &lt;img src=x onerror=alert(1)> [here]\\(javascript:0)

@@ -1,14 +1,12 @@
-"""The experiments of the book: each exhibit that computes is one function, registered under the
-exhibit's name.
+"""The book's experiments: each exhibit that computes is a function, registered by its name.
 
     @experiment("idp-sgd/table-5", quick=Table5(), paper=Table5(), version=1)
     def table_5(config, run): ...
 
-A function gets a frozen configuration, one for each preset (`quick`: minutes on
-two cores; `paper`: the paper's own data and scale), and a `runs.Run`, through
-which it asks for data, device and resumable pieces, so that all of them end up in
-the record.  It returns values under the dotted names of the published numbers, or
-a pair (values, arrays).
+A function gets a frozen configuration, one for each preset (`quick`: minutes on two cores; `paper`:
+the paper's own data and scale), and a `runs.Run`, through which it asks for data, device and
+resumable pieces, so that all of them end up in the record.  It returns values under the dotted
+names of the published numbers, or a pair (values, arrays).
 
 An experiment declares a version, 1 by default. A change of its code, or the library's, that changes
 its numbers raises it: records of another version are stale.
@@ -19,8 +17,8 @@ its numbers raises it: records of another version are stale.
 >>> "idp-sgd/table-5" in [entry.name for entry in catalogue(folder="nowhere")]
 True
 
-`run` is what the command line calls.  Modules of papers are loaded when one
-of their experiments is asked for.
+`run` is what the command line calls.  Modules of papers are loaded when one of their experiments is
+asked for.
 """
 
 import contextlib
@@ -84,7 +82,7 @@ def experiment(name: str, *, version: int = 1, **presets: Any) -> Callable[[_Fun
     Args:
         name: the exhibit, such as "idp-sgd/table-5".
         version: of its code, 1, 2, ...: raised when a change moves its numbers, which makes its
-        records stale.
+            records stale.
         presets: preset -> frozen dataclass, one at least; a field `seeds`, or `seed` where there is
             no more than one, is what `run(seeds=...)` replaces.
     """
@@ -112,9 +110,7 @@ def experiment(name: str, *, version: int = 1, **presets: Any) -> Callable[[_Fun
 
 @dataclasses.dataclass(frozen=True)
 class Criterion:
-    """What decides a qualitative finding of an exhibit, from the values of a record of the
-    experiment `of`.
-    """
+    """What decides a qualitative finding, from the values of a record of the experiment `of`."""
 
     exhibit: str
     of: str
@@ -168,11 +164,11 @@ def ask_also(exhibit: str, *, of: str, under: str | None = None) -> None:
         exhibit: whose criteria.
         of: the experiment whose record they are judged by.
         under: the exhibit that these findings are shown with; by default the one that has the
-        criteria.
+            criteria.
 
     Raises:
         ValueError: for unknown names, and where there are no criteria yet, which comes of the order
-        of imports.
+            of imports.
     """
     published.exhibit(exhibit)
     asked = [
@@ -198,8 +194,7 @@ def criteria(name: str | None = None) -> list[Criterion]:
 
 @contextlib.contextmanager
 def set_aside(*exhibits: str) -> Iterator[None]:
-    """Do without the experiments and the criteria of these exhibits, so that a test may register
-    its own.
+    """Do without experiments and criteria of these exhibits, so that a test may register its own.
 
     Afterwards everything is as before, whatever was registered meanwhile.
 
@@ -225,7 +220,7 @@ def findings(record: records.Record, name: str | None = None) -> Findings:
 
     Args:
         record: of the experiment that they are judged by; what was run at the scale of the paper
-        counts as recorded.
+            counts as recorded.
         name: the exhibit; by default the one that the record is named after.
     """
     rows = [
@@ -261,6 +256,25 @@ def default_preset() -> str:
     )
 
 
+def _with_seeds(config, seeds, name):
+    """The configuration with these seeds in place of its own, and the seeds as a tuple."""
+    one = hasattr(config, "seed")
+    if not (one or hasattr(config, "seeds")):
+        raise ValueError(
+            f"seeds must be left out, since {name} draws nothing at random, got {seeds!r}"
+        )
+    seeds = tuple(_checks.whole_number("seeds", seed) for seed in seeds)
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds must be different whole numbers, one at least, got {seeds!r}")
+    if one and len(seeds) > 1:
+        raise ValueError(
+            f"seeds must be a single one, since {name} runs with one seed at a time, got {seeds!r}"
+        )
+    return dataclasses.replace(
+        config, **{"seed": next(iter(seeds))} if one else {"seeds": seeds}
+    ), seeds
+
+
 def run(
     name: str,
     *,
@@ -292,28 +306,13 @@ def run(
             cannot be used, for seeds, or more of them, than the experiment uses, and for a share
             without a folder.
         dpcompanion.reproduction.workers.Missing: where the pieces of other shares are not there
-        yet.
+            yet.
     """
     found = get(name)
     preset = _checks.one_of("preset", preset or default_preset(), found.presets)
     config = found.presets[preset]
     if seeds is not None:
-        one = hasattr(config, "seed")
-        if not (one or hasattr(config, "seeds")):
-            raise ValueError(
-                f"seeds must be left out, since {name} draws nothing at random, got {seeds!r}"
-            )
-        seeds = tuple(_checks.whole_number("seeds", seed) for seed in seeds)
-        if not seeds or len(set(seeds)) < len(seeds):
-            raise ValueError(f"seeds must be different whole numbers, one at least, got {seeds!r}")
-        if one and len(seeds) > 1:
-            raise ValueError(
-                f"seeds must be a single one, since {name} runs with one seed at a time, got "
-                f"{seeds!r}"
-            )
-        config = dataclasses.replace(
-            config, **{"seed": next(iter(seeds))} if one else {"seeds": seeds}
-        )
+        config, seeds = _with_seeds(config, seeds, name)
     device = _device(device)
     if share is not None and out is None:
         raise ValueError(
@@ -324,8 +323,7 @@ def run(
     with tempfile.TemporaryDirectory() as scratch:
         path = records.path_of(name, preset, scratch if out is None else out)
         parts = path.with_name(f".{path.stem}.parts")
-        # Asked before the work begins: an edit during a long run is none of the code that made the
-        # record.
+        # Asked before the work begins: an edit during a long run is not in the record.
         this, made_with = Run(config, device, parts, found.version), provenance.software()
         started = time.perf_counter()
         with contextlib.ExitStack() as spread:
@@ -364,8 +362,7 @@ def run(
 def compare(
     live: records.Record, *, folder: records.Folder | None = None, **options: Any
 ) -> comparison.Comparison:
-    """The table of a live `Record` beside the published numbers and, where there is one, the
-    paper-scale record.
+    """The table of a live `Record` beside published numbers and, if any, the paper-scale record.
 
     `options` go to `dpcompanion.reproduction.comparison.compare`. A stale record is said to be
     stale, a stand-in for the paper's network to be one.
@@ -385,8 +382,7 @@ def compare(
 
 
 def is_stand_in(record: records.Record, name: str | None = None) -> bool:
-    """Whether a record of runs has none of the networks that its exhibit, or the one called `name`,
-    shows.
+    """Whether a record has none of the networks that its exhibit, or the one called `name`, shows.
 
     >>> [
     ...     is_stand_in(records.find(f"individual-accounting/{exhibit}"))
@@ -415,9 +411,7 @@ def _networks(config: Mapping[str, Any], not_run: Sequence[str] = ()) -> Iterato
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A line of the catalogue; `records` maps each preset to "missing", "fresh", "stale" or
-    "damaged".
-    """
+    """A catalogue line; `records` maps each preset to "missing", "fresh", "stale" or "damaged"."""
 
     name: str
     title: str

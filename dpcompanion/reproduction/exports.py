@@ -1,5 +1,4 @@
-"""The reproduction for machines: every exhibit with its verdict, and what each file of `results/`
-is.
+"""The reproduction for machines: every exhibit with its verdict, and each file of `results/`.
 
     python -m dpcompanion.reproduction.exports
 
@@ -32,10 +31,9 @@ def exhibits() -> dict[str, Any]:
 
     Returns:
         {"papers": each paper's id, title, authors and venue; "states": what the words mean;
-        "exhibits": for each its
-        id, title, state, the counts of its numbers and claims, the record that it is judged by (a
-        file of `results/`,
-        or None), what is missing, and its page of the book}.
+        "exhibits": for each its id, title, state, the counts of its numbers and claims, the record
+        that it is judged by (a file of `results/`, or None), what is missing, and its page of the
+        book}.
     """
     return {
         "$schema": "exhibits.schema.json",
@@ -88,8 +86,9 @@ def crate() -> dict[str, Any]:
                 "@id": "./",
                 "@type": "Dataset",
                 "name": "Records of dpcompanion",
-                "description": "What runs at the scale of five papers on individual privacy in DP-SGD left: values, "
-                "configuration, seeds, versions and times, and verdicts on each exhibit.",
+                "description": "What runs at the scale of five papers on individual privacy in "
+                "DP-SGD left: values, configuration, seeds, versions and times, and verdicts on "
+                "each exhibit.",
                 "datePublished": max(record.created for record, _ in files)[:10],
                 "license": {"@id": LICENSE},
                 "about": [{"@id": name} for name in papers],

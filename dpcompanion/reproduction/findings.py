@@ -1,5 +1,4 @@
-"""Findings held against their criteria, and how a notebook shows them: a line for each criterion,
-with marks.
+"""Findings held against their criteria, and how a notebook shows them: a marked line a criterion.
 
 What a table of numbers is to numbers, see `comparison`, this is to what a paper says in words.
 `MARKS` are those of all verdicts, on numbers and on findings, and `tally` counts both.
@@ -69,7 +68,7 @@ class Findings:
     Args:
         rows: the findings.
         kind: "recorded" or "live", or one of them for each row, which the line and the rows then
-        say.
+            say.
 
     >>> found = Findings(
     ...     [Finding("Forest", "seeds move weights further than data", "98%", True)],
@@ -108,9 +107,7 @@ class Findings:
     def _outcomes(
         self, by_kind: dict[str, list[Finding]]
     ) -> Iterator[tuple[str, dict[str, int], Finding | None, str]]:
-        """What came out, by kind: (the kind where there are two, counts, the row if it is alone,
-        the kind).
-        """
+        """What came out, by kind: (the kind if two, counts, the row if alone, the kind)."""
         alone = all(len(rows) == 1 for rows in by_kind.values())
         for kind, rows in by_kind.items():
             words = [row.outcome for row in rows]

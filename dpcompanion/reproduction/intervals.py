@@ -1,5 +1,4 @@
-"""Intervals for statistics, and what follows from one: a criterion *holds*, *fails*, or stays
-*undecided*.
+"""Intervals for statistics, and what follows: a criterion *holds*, *fails*, or stays *undecided*.
 
 A number from one run, or from three, says little without its spread. Each function here takes what
 was measured, over seeds, examples or groups, and returns an `Interval` that covers the truth in 95
@@ -61,9 +60,7 @@ class Interval:
         return "holds" if self.high <= limit else "fails" if self.low > limit else "undecided"
 
     def __sub__(self, other: "Interval") -> "Interval":
-        """The difference of two statistics; it covers at least as often as both together, however
-        they depend.
-        """
+        """The difference of two statistics; it covers as often as both, however they depend."""
         return Interval(
             self.estimate - other.estimate, self.low - other.high, self.high - other.low
         )
@@ -87,8 +84,7 @@ class Interval:
 
 
 def outcome(value: bool | np.bool_ | str) -> str:
-    """The word for an outcome: a word of `OUTCOMES` itself, or a truth value for what is not
-    random.
+    """The word for an outcome: a word of `OUTCOMES` itself, or a truth value if not random.
 
     Raises ValueError for anything else.
 
@@ -148,8 +144,7 @@ def mean(values: Iterable[float], *, confidence: float = 0.95) -> Interval:
 
 
 def of_summary(mean: float, sd: float, n: int, *, confidence: float = 0.95) -> Interval:
-    """As `mean`, from the mean, the standard deviation (n - 1 in its denominator) and the number of
-    values.
+    """As `mean`, from the mean, the standard deviation (over n - 1) and the number of values.
 
     >>> of_summary(97.0, 1.0, 3) == globals()["mean"]([96.0, 97.0, 98.0])
     True
@@ -181,7 +176,7 @@ def unpaired(
 
     Args:
         first, second: (mean, standard deviation, number of values) each, such as a
-        `records.MeanSD`.
+            `records.MeanSD`.
 
     >>> f"{unpaired((3.0, 0.5, 10), (2.0, 0.5, 10)):.2f}"
     '1.00 (0.53 to 1.47)'
@@ -224,8 +219,7 @@ class Levels(NamedTuple):
 
 
 def level(q: float, n: float, *, confidence: float = 0.95) -> Levels:
-    """The two levels between which a quantile of n values lies, for distributions that are known by
-    a histogram.
+    """The levels between which a quantile of n values lies, for distributions known by a histogram.
 
     >>> level(0.5, 100)
     Levels(low=0.4, high=0.6)
@@ -235,8 +229,7 @@ def level(q: float, n: float, *, confidence: float = 0.95) -> Levels:
 
 
 def quantile(values: Iterable[float], q: float, *, confidence: float = 0.95) -> Interval:
-    """Of a quantile of the population that `values` are sampled from, between two of them: free of
-    any distribution.
+    """Of a quantile of the population of `values`, between two of them: distribution-free.
 
     Where there are too few values for an end, that end is infinite (Conover, Practical
     Nonparametric Statistics, 3.2).
@@ -261,8 +254,7 @@ def quantile(values: Iterable[float], q: float, *, confidence: float = 0.95) -> 
 
 
 def rank_correlation(r: float, n: float, *, confidence: float = 0.95) -> Interval:
-    """Of Spearman's rank correlation over n groups, by Fisher's z with the variance of Bonett and
-    Wright (2000).
+    """Of Spearman's rank correlation over n groups, by Fisher's z (Bonett and Wright 2000).
 
     Perfect agreement of few groups is no proof of it: r is moved half a step of what n ranks can
     show away from 1.
@@ -321,7 +313,7 @@ def bootstrap(
 
     Args:
         statistic: function of arrays whose last axis runs over the examples; earlier axes run over
-        resamples.
+            resamples.
         samples: arrays (n,) of the same length; the examples are sampled together from all of them.
         resamples, seed: how many, and the seed that draws them: the same every time.
 

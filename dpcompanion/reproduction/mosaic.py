@@ -30,8 +30,7 @@ MARKS = {
 
 
 class Mosaic:
-    """Some statuses as cells, that a notebook shows as links to the exhibits, with a legend that
-    counts them.
+    """Some statuses as cells, links to the exhibits in a notebook, with a legend that counts them.
 
     Args:
         statuses: as of `scoreboard.exhibit_statuses`.
@@ -69,7 +68,8 @@ class Mosaic:
             ]
         lines.append('<ul class="mosaic-legend" aria-label="Legend">')
         lines += [
-            f'<li><span class="cell {_class(state)}" aria-hidden="true">{MARKS[state]}</span> {state}: {count}</li>'
+            f'<li><span class="cell {_class(state)}" aria-hidden="true">{MARKS[state]}</span> '
+            f"{state}: {count}</li>"
             for state, count in self._counts()
         ]
         return "\n".join([*lines, "</ul>", "</div>"])

@@ -1,5 +1,4 @@
-r"""A histogram that moves: one bar chart for each of some times in a run, and a slider between
-them.
+r"""A histogram that moves: a bar chart for each of some times in a run, and a slider between them.
 
 The picture is inline SVG, drawn at its last time, so that it is complete where no script runs;
 `book/_static/moving.js` shows the slider, a native one, and redraws the bars. Words that the slider
@@ -41,7 +40,7 @@ class MovingHistogram:
 
     Raises:
         ValueError: no time, or times that differ; epsilons that are negative, not finite, or above
-        the uniform epsilon.
+            the uniform epsilon.
     """
 
     def __init__(
@@ -91,8 +90,7 @@ class MovingHistogram:
         """
         return (
             f"{name}: the uniform epsilon is {self.uniform[name]:.2f}, the median of the "
-            f"{self.unit} "
-            f"{np.median(self.times[name]):.2f}"
+            f"{self.unit} {np.median(self.times[name]):.2f}"
         )
 
     def _repr_html_(self) -> str:
@@ -110,27 +108,32 @@ class MovingHistogram:
         data = html.escape(json.dumps({"frames": frames, "height": floor - TOP, "base": floor}))
         width, full = self._across(self.edges[1]) - self._across(0) - 1, floor - TOP
         bars = "".join(
-            f'<rect x="{self._across(edge) + 0.5:.2f}" width="{width:.2f}" y="{floor - full * share:.2f}" '
-            f'height="{full * share:.2f}"></rect>'
+            f'<rect x="{self._across(edge) + 0.5:.2f}" width="{width:.2f}" '
+            f'y="{floor - full * share:.2f}" height="{full * share:.2f}"></rect>'
             for edge, share in zip(self.edges, frames[-1]["bars"])
         )
         ticks = "".join(
-            f'<text x="{self._across(tick):.2f}" y="{floor + 20}" text-anchor="middle">{tick:g}</text>'
+            f'<text x="{self._across(tick):.2f}" y="{floor + 20}" text-anchor="middle">'
+            f"{tick:g}</text>"
             for tick in np.arange(0, self.end, _round(self.end / 6))
         )
         return "\n".join(
             [
                 f'<figure class="moving" data-moving="{data}">',
-                f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(self.alt)}">',
-                f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{floor}" y2="{floor}"></line>{ticks}',
-                f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">epsilon of one of the {self.unit}</text>',
+                f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+                f'aria-label="{html.escape(self.alt)}">',
+                f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" '
+                f'y1="{floor}" y2="{floor}"></line>{ticks}',
+                f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">'
+                f"epsilon of one of the {self.unit}</text>",
                 f'<g class="bars">{bars}</g>',
                 f'<g class="uniform" transform="translate({frames[-1]["uniform"]} 0)">',
                 f'<line y1="{TOP - 8}" y2="{floor}"></line>',
                 f'<text x="6" y="{TOP - 14}" text-anchor="end">uniform</text></g>',
                 "</svg>",
                 '<p class="control" hidden><label>Drag through the run ',
-                f'<input type="range" min="0" max="{len(frames) - 1}" step="1" value="{len(frames) - 1}"></label></p>',
+                f'<input type="range" min="0" max="{len(frames) - 1}" step="1" '
+                f'value="{len(frames) - 1}"></label></p>',
                 f'<p class="said">{html.escape(self.said(last))}</p>',
                 f"<figcaption>{html.escape(self.caption)}</figcaption>",
                 "</figure>",

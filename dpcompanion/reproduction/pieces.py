@@ -1,6 +1,4 @@
-"""Pieces of a run, each kept as soon as it ends, so that what was interrupted goes on where it
-stopped.
-"""
+"""Pieces of a run, each kept as soon as it ends, so that an interrupted run goes on."""
 
 import contextlib
 import contextvars
@@ -24,7 +22,8 @@ from dpcompanion.reproduction import workers
 from dpcompanion.reproduction.provenance import software
 from dpcompanion.reproduction.storage import MeanSD, hash_of, plain, read_whole, write_whole
 
-#: What lies in a folder of pieces: states of those that are not whole yet, with a note of each; the pieces; arrays.
+#: What lies in a folder of pieces: the pieces, their arrays, and states of those that are not whole
+#: yet, with a note of each.
 FILES = (
     "*.unfinished",
     "*.begun",
@@ -44,8 +43,7 @@ def resumable(
     label: str = "",
     show: bool | None = None,
 ) -> dict[str, Any]:
-    """{name: work(name)} for each piece, each written as soon as it ends, so that a broken run goes
-    on.
+    """{name: work(name)} for each piece, each written when it ends, so that a broken run goes on.
 
     Pieces that `folder` already holds for the same `config` are read, not computed again; those of
     another configuration are ignored. An interruption (Ctrl-C) loses the piece it hits and nothing
@@ -62,7 +60,7 @@ def resumable(
 
     Raises:
         dpcompanion.reproduction.workers.Missing: where pieces were left to other runs, and are not
-        there.
+            there.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
@@ -99,8 +97,7 @@ def resumable(
             lambda name: _is_there(kept_in, name, hashed),
         ):
             results[name], made = _arrived(kept_in, name, hashed)
-            # This run's own, however often it is read again, but for what an earlier run had done
-            # of it.
+            # This run's own, however often it is read again, but for an earlier run's part.
             seen[_path(kept_in, name)] = (
                 {**made, "seconds": made["earlier"]} if made.get("earlier") else None
             )
@@ -188,8 +185,7 @@ def _arrived(
 
 
 def unfinished() -> pathlib.Path | None:
-    """Where the piece that is being worked at may keep its own state, so that it goes on within
-    itself.
+    """Where the piece at work may keep its own state, so that it goes on within itself.
 
     A path, for a `dpcompanion.training.Checkpoint` for instance; the file goes when the piece is
     written. None for work that is no piece on the disk.
@@ -252,8 +248,7 @@ _SEEN: contextvars.ContextVar[dict[pathlib.Path, dict[str, Any] | None] | None] 
 
 @contextlib.contextmanager
 def taken_over() -> Iterator[list[dict[str, Any]]]:
-    """What `resumable` takes over from earlier runs, inside: a list that is complete when the block
-    ends.
+    """What `resumable` takes over from earlier runs, inside: a list, complete when the block ends.
 
     One dict for each commit and set of versions that made kept pieces: {"pieces": how many,
     "seconds": what they took together, "commit", "versions"}. Pieces that the block itself makes

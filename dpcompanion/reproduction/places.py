@@ -20,9 +20,7 @@ _KINDS = "figure|table|theorem|algorithm|claim|fact|corollary|lemma|definition"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A section of the book: the page, such as "book/papers/idp-sgd-exhibits", and an anchor on
-    it.
-    """
+    """A section of the book: the page, such as "book/papers/idp-sgd-exhibits", and an anchor."""
 
     page: str
     anchor: str
@@ -71,9 +69,7 @@ def _place(book: pathlib.Path, path: pathlib.Path, anchor: str) -> Place:
 
 
 def sections(text: str) -> list[tuple[str, str, str]]:
-    """(heading, anchor, code) of each section of a page; the anchor of the title's own section is
-    empty.
-    """
+    """(heading, anchor, code) of each section of a page; that of the title's is empty."""
     found, fence, is_code = [["", "", ""]], None, False
     for line in text.splitlines():
         mark = re.match(r"(`{3,}|~{3,})(.*)", line)
@@ -102,7 +98,8 @@ def named_in(words: str) -> set[tuple[str, str]]:
     """The exhibits that a heading, or an exhibit's id, speaks of, as (kind, number) pairs.
 
     >>> sorted(named_in("Theorem 2 and claims 1 and 2; Tables I to III of the paper"))
-    [('claim', '1'), ('claim', '2'), ('table', '1'), ('table', '2'), ('table', '3'), ('theorem', '2')]
+    [('claim', '1'), ('claim', '2'), ('table', '1'), ('table', '2'), ('table', '3'),
+    ('theorem', '2')]
     >>> named_in("algorithms-1-2-3") == named_in("Algorithms 1 to 3")
     True
     """

@@ -70,10 +70,11 @@ MARKERS = {"published": "s", "recorded": "D", "live": "o", "opacus": "x", "dp-ac
 LINES = {"worst case": "--", "estimate": ":", "pld": "-", "rdp": "-.", "gaussian": ":"}
 
 FONT = Path(__file__).parent / "fonts" / "IBMPlexSans_400Regular.ttf"
-#: What matplotlib calls it: a name that no font of a machine has, else that one could be found instead.
+#: Its name in matplotlib, which no font of a machine has: that one could be found instead.
 FAMILY = "dpcompanion figures"
 
-#: The type of the output that holds a figure as SVG: the book's pages show it, Jupyter shows the PNG beside it.
+#: The type of the output that holds a figure as SVG: the book's pages show it, Jupyter shows the
+#: PNG beside it.
 DRAWING = "application/vnd.dpcompanion.drawing"
 
 # Letters of 11 points on 4.9 inches: 11 px where a phone shows the figure in 358 px.
@@ -204,13 +205,13 @@ def drawing(fig: Any) -> str:
 
 
 def _grouped(body: str) -> str:
-    """The look of markers said once for all of them, and many dots as one path whose ends are
-    round.
+    """The look of markers said once for all, and many dots as one path whose ends are round.
 
     >>> dot = '<path id="m" d="M0 1C1 0 0 -1 0 1z"/>'
     >>> use = '<use href="#m" x="3" y="4" style="fill: #000000; stroke: #000000"/>'
     >>> print(_grouped(f"{dot}<g>{use}{use}</g>").removeprefix(dot))
-    <g style="fill: #000000; stroke: #000000"><use href="#m" x="3" y="4"/><use href="#m" x="3" y="4"/></g>
+    <g style="fill: #000000; stroke: #000000"><use href="#m" x="3" y="4"/><use href="#m" x="3"
+    y="4"/></g>
     >>> _grouped(f"{dot}<g>{100 * use}</g>").removeprefix(dot)[:80]
     '<g><path style="fill: none; stroke: #000000; stroke-width: 3; stroke-linecap: ro'
     """
@@ -254,9 +255,7 @@ def _thinned(path: str) -> str:
 
 
 def _cut(fig: Any) -> str:
-    """Where the columns of a figure of two part, as an attribute: between its axes, unless a legend
-    lies across.
-    """
+    """Where a figure's two columns part, an attribute: between axes, unless under a legend."""
     width, dpi = fig.get_figwidth(), fig.dpi
     if width <= STYLE["figure.figsize"][0]:
         return ""
@@ -270,9 +269,7 @@ def _cut(fig: Any) -> str:
 
 
 def _set_up_notebook() -> None:
-    """Figures are not cropped, which the inline backend does by default, and an SVG is kept beside
-    each PNG.
-    """
+    """Figures are not cropped, as the inline backend does, and an SVG is kept beside each PNG."""
     from IPython import get_ipython
     from IPython.core.formatters import BaseFormatter
     from matplotlib.figure import Figure
@@ -290,9 +287,7 @@ def _set_up_notebook() -> None:
 
 
 class Digest(str):
-    """A text for checks to compare, which a notebook keeps as an output of a type of its own and
-    never shows.
-    """
+    """A text for checks to compare, an output of its own type that a notebook never shows."""
 
     MIME_TYPE = "application/vnd.dpcompanion.digest"
 

@@ -38,9 +38,7 @@ def software() -> Software:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python, of the libraries that are installed, and of what a seed draws
-    (`seeds.DRAWS`).
-    """
+    """The versions of Python, of installed libraries, and of what a seed draws (`seeds.DRAWS`)."""
     found = {"python": platform.python_version()}
     for library in LIBRARIES:
         try:
@@ -60,9 +58,7 @@ def repository() -> pathlib.Path | None:
 
 
 def commit() -> str | None:
-    """The git commit of the code, with "+changes" where tracked files differ from it; None outside
-    a checkout.
-    """
+    """The git commit, with "+changes" if tracked files differ; None outside a checkout."""
     root = repository()
     if root is None or not (root / ".git").exists():
         return None

@@ -1,9 +1,9 @@
 """What the five papers print, and the rule by which a number of ours matches a printed one, is
 close or differs.
 
-The numbers lie in `papers/*/printed.toml`, one file a paper, as strings, digit for
-digit.  Here they become `Printed` numbers: floats that know how they were
-printed, and so how precise the print is.
+The numbers lie in `papers/*/printed.toml`, one file a paper, as strings, digit for digit.  Here
+they become `Printed` numbers: floats that know how they were printed, and so how precise the print
+is.
 
 >>> exhibit("idp-sgd/table-5").title
 'Hyperparameters of DP-SGD'
@@ -47,13 +47,17 @@ OURS = "ours"
 
 # The words for an outcome, and what each promises.
 VERDICTS = {
-    "matches": "|ours - paper| is at most 2 sqrt(sd_ours^2 + sd_paper^2) plus the rounding of the print",
-    "close": "within 10%, within 1 point of accuracy, or within the tolerance that its exhibit states",
+    "matches": "|ours - paper| is at most 2 sqrt(sd_ours^2 + sd_paper^2) plus the rounding of the "
+    "print",
+    "close": "within 10%, within 1 point of accuracy, or within the tolerance that its exhibit "
+    "states",
     "differs": "further away than that",
-    "holds": "a qualitative finding: its 95% interval lies on the criterion's side, or the criterion is not random",
+    "holds": "a qualitative finding: its 95% interval lies on the criterion's side, or the "
+    "criterion is not random",
     "fails": "the interval lies on the other side",
     "undecided": "it lies on both sides, or one run cannot decide",
-    "stand-in": "a number of another network than the paper's, which is set beside the print and not held against it",
+    "stand-in": "a number of another network than the paper's, which is set beside the print and "
+    "not held against it",
     "not run": "with what it would need",
     "wrong in the paper": "with the proof",
 }
@@ -121,9 +125,7 @@ class Printed(float):
 
 @dataclasses.dataclass(frozen=True)
 class Paper:
-    """A paper: its slug, title, authors, venue, the question that it asks, and the setup that its
-    exhibits share.
-    """
+    """A paper: slug, title, authors, venue, question, and the setup that its exhibits share."""
 
     slug: str
     title: str
@@ -212,8 +214,7 @@ class Exhibit:
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.given)
 
     def point(self, key: str) -> float:
-        """How much one percentage point of accuracy is in a number: 1, 0.01, or 0 for what is no
-        accuracy.
+        """How much one percentage point of accuracy is in a number: 1, 0.01, or 0 if it is none.
 
         >>> (
         ...     exhibit("idp-sgd/table-2").point("mnist.A.sample"),
@@ -294,8 +295,7 @@ def paper(slug: str) -> Paper:
 
 
 def exhibits(paper: str | None = None, *, ours: bool = False) -> list[Exhibit]:
-    """All exhibits, or those of one paper, in the paper's order; with `ours` the results of our
-    own, too.
+    """All exhibits, or those of one paper, in the paper's order; with `ours` our own results, too.
 
     >>> len(exhibits()) == sum(len(exhibits(paper=slug)) for slug in PAPERS)
     True
@@ -317,9 +317,7 @@ def parts(name: str) -> list[Exhibit]:
 
 
 def exhibit(name: str) -> Exhibit:
-    """One exhibit by its name, "paper/id"; a ValueError for an unknown one lists that paper's
-    exhibits.
-    """
+    """One exhibit by its name, "paper/id"; a ValueError lists the paper's exhibits."""
     slug, _, id = str(name).partition("/")
     _checks.one_of("paper", slug, PAPERS)
     known = _read(slug)[1]
@@ -373,8 +371,7 @@ def verdict(
         _checks.in_interval(name, value, 0, math.inf, closed="left")
     ours, paper = float(ours), float(published)
     distance = 0.0 if ours == paper else abs(ours - paper)
-    # A number that rounds to exactly half a unit must not depend on the last bit of the
-    # subtraction.
+    # A number that rounds to just half a unit must not depend on the last bit of the subtraction.
     slack = 1e-12 * max(1.0, abs(paper)) if rounding else 0.0
     if distance <= 2 * math.hypot(sd_ours, sd_published) + rounding + slack:
         return "matches"

@@ -1,9 +1,9 @@
 """Records: what a run leaves behind, with everything that is needed to trust it or to run it again.
 
-A record is one JSON file, `results/<paper>/<exhibit>.<preset>.json`: the values,
-the full configuration with its seeds, the data with their sha256, library
-versions, git commit, device, wall time and the command.  Arrays lie in an NPZ
-file beside it; see `dpcompanion.reproduction.storage` for how both are written and checked.
+A record is one JSON file, `results/<paper>/<exhibit>.<preset>.json`: the values, the full
+configuration with its seeds, the data with their sha256, library versions, git commit, device, wall
+time and the command.  Arrays lie in an NPZ file beside it; see `dpcompanion.reproduction.storage`
+for how both are written and checked.
 
 What a run takes over from earlier ones (`dpcompanion.reproduction.pieces`) is listed under `kept`,
 with their commit, versions and seconds.
@@ -12,8 +12,8 @@ A run that leaves out tasks of its configuration, for want of a GPU or of data, 
 `values` as `not_run`: ["cifar10", ...]. Such a record never counts as the whole exhibit (see
 `dpcompanion.reproduction.scoreboard`).
 
-A record is stale when its experiment now has another configuration or another
-version than the record was made with; the book then says so.
+A record is stale when its experiment now has another configuration or another version than the
+record was made with; the book then says so.
 
 >>> import tempfile
 >>> folder = tempfile.mkdtemp()
@@ -58,12 +58,12 @@ class Record:
     Attributes:
         name, preset: "idp-sgd/table-5" and "paper".
         values: what was computed, under the same dotted names as the published numbers where there
-        are such.
+            are such.
         arrays: name -> numpy array, in the NPZ file beside the record.
         config: the full configuration, seeds included.
         version: of the experiment that made it, see `experiments.experiment`.
-        data: `Dataset.provenance()` of each data set.
-        versions, commit, device, wall_time (seconds), command, created (UTC): how and when.
+        data: `Dataset.provenance()` of each data set. versions, commit, device, wall_time
+            (seconds), command, created (UTC): how and when.
         kept: what it took over from earlier runs, see `pieces.taken_over`.
     """
 
@@ -84,8 +84,7 @@ class Record:
 
     @property
     def has_earlier_draws(self) -> bool:
-        """Whether its seeds, or those of what it kept, stood for other draws than today's
-        (`dpcompanion.seeds.DRAWS`).
+        """Whether its seeds, or those of what it kept, stood for other draws (`seeds.DRAWS`).
 
         The same command then draws other batches, noise and first weights: its numbers agree within
         their spread, not digit for digit. A run without data and seeds draws nothing.
@@ -103,9 +102,7 @@ class Record:
         )
 
     def is_stale(self, *, config: Any = None, version: int | None = None) -> bool:
-        """Whether it was made with another configuration (seeds apart) or another version than the
-        given ones.
-        """
+        """Whether it was made with another configuration (seeds apart) or version than given."""
         mine = _without_seeds(self.config)
         other = mine if config is None else _without_seeds(plain(config))
         return hash_of(mine) != hash_of(other) or (version is not None and self.version != version)
@@ -135,6 +132,8 @@ def make(
     `made_with` is what `provenance.software()` said when the run began, since files may be edited
     during a long one; None asks now. `kept` is what `pieces.taken_over` gathered. Raises ValueError
     for an unknown exhibit, or for a value that no record can hold.
+
+    Many arguments, since a record has many fields.
     """
     published.exhibit(name)
     if not isinstance(preset, str) or not re.fullmatch(r"[a-z0-9-]+", preset):
@@ -160,9 +159,7 @@ def make(
 
 
 def results_folder(folder: Folder | None = None) -> pathlib.Path:
-    """Where records live: `folder`, else the checkout's `results`, else `results` in the current
-    directory.
-    """
+    """Where records live: `folder`, else the checkout's `results`, else `results` here."""
     return (
         pathlib.Path(folder)
         if folder is not None
@@ -225,8 +222,7 @@ SHIPPED = pathlib.Path(__file__).resolve().parent / "shipped"
 
 
 def find(name: str, preset: str = "paper", folder: Folder | None = None) -> Record | None:
-    """The record of an exhibit, or None where there is none; another one under its name raises
-    ValueError.
+    """The record of an exhibit, or None; another one under its name raises ValueError.
 
     Without a `folder`, an installed package that has no checkout finds the records that it came
     with as well.

@@ -91,7 +91,7 @@ class Run:
             seconds: about how long all pieces take on two cores.
             under: what the work is: a folder in the data folder, such as "runs/mnist-mlp".
             version: of the work: raised when a change of code moves its results, so that kept
-            pieces count no more.
+                pieces count no more.
             label: of the progress bar.
         """
         key = {"config": config, "version": version, "device": self.device.type}

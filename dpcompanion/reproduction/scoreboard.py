@@ -1,5 +1,4 @@
-"""The scoreboard: how each exhibit of the five papers stands, from the published numbers and the
-records alone.
+"""The scoreboard: how each exhibit stands, from the published numbers and the records alone.
 
 `states` tells which states there are and when an exhibit is in which; an `ExhibitStatus` says the
 rest: the `Evidence` by which it is judged, its `Outcomes`, how many numbers and claims agree, and
@@ -74,7 +73,7 @@ class Evidence:
     Attributes:
         exhibit: the `published.Exhibit`.
         judged_by: its own record, and those that its claims are judged by, as far as there are
-        some.
+            some.
         parts: records of runs that computed a part of it each (`published.parts`), at full length.
     """
 
@@ -109,9 +108,7 @@ class Evidence:
 
     @property
     def shortened(self) -> tuple[str, ...]:
-        """What alone there is, of data and networks that no record has for all of the paper's
-        training.
-        """
+        """Of data and networks that no record has for all of the training: what there is."""
         return states.shortened(self.exhibit, (*self.judged_by, *self.parts))
 
     @property
@@ -399,9 +396,7 @@ def _in_turn(commands: Iterable[str]) -> str:
 
 
 def _with_more_seeds(record: records.Record) -> str:
-    """The command that makes a record with twice as many seeds, three at least, its own among
-    them.
-    """
+    """The command that makes a record with twice as many seeds, at least three, its own too."""
     seeds = sorted({*range(max(3, 2 * len(record.seeds))), *record.seeds})
     device = "" if record.device.startswith("cpu") else " --device cuda"
     return (
@@ -415,8 +410,7 @@ def _said(counts: Mapping[str, int]) -> str:
 
 
 class Board:
-    """The table of some statuses, with links to their places when the notebook of the scoreboard
-    shows it.
+    """The table of some statuses, with links to their places in the scoreboard's notebook.
 
     Args:
         statuses: the rows.
@@ -469,9 +463,7 @@ def label(exhibit: published.Exhibit) -> str:
 
 
 def compared(statuses: Iterable[ExhibitStatus]) -> list[tuple[str, Comparison]]:
-    """(exhibit's label and title, `Comparison` of all printed numbers) for each whose record holds
-    some.
-    """
+    """(exhibit's label and title, `Comparison` of printed numbers) where a record holds some."""
     return [
         (
             f"{label(one.exhibit)}: {one.exhibit.title}",

@@ -1,5 +1,4 @@
-"""Which state an exhibit is in: what its records hold beside the print, what they are without, and
-what follows.
+"""Which state an exhibit is in: what its records hold beside the print, lack, and imply.
 
 An exhibit is *reproduced* if every number that it prints was recomputed at the paper's scale and
 matches or comes close, and every claim that was put to the test holds; *in part* if some do, or if
@@ -21,14 +20,16 @@ from dpcompanion.reproduction import experiments, published, records
 from dpcompanion.reproduction.comparison import Comparison, compare
 
 STATES = {
-    "reproduced": "recomputed at the paper's scale, some with fewer seeds; every number matches or is close, every"
-    " claim of the paper holds",
+    "reproduced": "recomputed at the paper's scale, some with fewer seeds; every number matches or"
+    " is close, every claim of the paper holds",
     "in part": "some do; or on some of its data and networks, or stand-ins for them",
-    "undecided": "none does so far: the runs are too few, or a chapter's quick run alone, or those that disagree are"
-    " stand-ins or of a part of the training, or have settings that are not printed",
+    "undecided": "none does so far: the runs are too few, or a chapter's quick run alone, or those"
+    " that disagree are stand-ins or of a part of the training, or have settings that are not"
+    " printed",
     "contradicted": "recomputed, something disagrees, and nothing agrees",
     "wrong in the paper": "something that it prints is proved wrong; the rest is counted beside it",
-    "vacuous": "its statement, as printed, holds whatever the numbers in it are, and so says nothing; nothing is wrong",
+    "vacuous": "its statement, as printed, holds whatever the numbers in it are, and so says"
+    " nothing; nothing is wrong",
     "out of reach": "undecided, and needs data, weights or days of a GPU that cannot be had here",
     "not run": "with what it would need",
 }
@@ -66,9 +67,7 @@ def values_of(
 def numbers(
     exhibit: published.Exhibit, record: records.Record | None, parts: Sequence[records.Record]
 ) -> Comparison:
-    """All numbers that an exhibit prints beside those of its own record and of its parts', see
-    `values_of`.
-    """
+    """All numbers that an exhibit prints beside those of its own record and its parts'."""
     printed = {
         key: value
         for key, value in exhibit.flat().items()
@@ -90,9 +89,7 @@ def numbers(
 
 
 def runs_live(exhibit: published.Exhibit) -> bool:
-    """Whether a quick run computes an exhibit, or what one of the paper's claims about it is judged
-    by.
-    """
+    """Whether a quick run computes an exhibit, or what a claim of the paper is judged by."""
     claims = [
         criterion.of
         for criterion in experiments.criteria(exhibit.name)
@@ -105,9 +102,7 @@ def runs_live(exhibit: published.Exhibit) -> bool:
 
 
 def missing(exhibit: published.Exhibit, found: Iterable[records.Record]) -> tuple[str, ...]:
-    """The exhibit's data sets and networks that no record has; accounts alone, which load no data,
-    miss nothing.
-    """
+    """The exhibit's data sets and networks without a record; accounts alone miss nothing."""
     found = [record for record in found if record.data]
     has = {entry["name"] for record in found for entry in record.data}
     has |= {name for record in found for name in experiments.networks(record)}
@@ -119,9 +114,7 @@ def missing(exhibit: published.Exhibit, found: Iterable[records.Record]) -> tupl
 
 
 def shortened(exhibit: published.Exhibit, found: Iterable[records.Record]) -> tuple[str, ...]:
-    """What the shortened runs among these records are of, where without them data or networks would
-    be missing.
-    """
+    """What shortened runs among these records are of, if without them something were missing."""
     found = list(found)
     whole = [record for record in found if not published.exhibit(record.name).shortened]
     words = dict.fromkeys(

@@ -195,8 +195,7 @@ def write_whole(
             _files.replace(path.with_name(fields["arrays"]["file"]), content)
         write_json(path, fields, **layout)
         for file in path.parent.glob(f"{glob.escape(path.stem)}.*npz"):
-            # Where nobody can be locked out, young arrays may belong to a record that is being
-            # written.
+            # Where nobody can be locked out, young arrays may belong to a record being written.
             if (
                 _is_arrays_of(path, file.name)
                 and file.name != fields["arrays"].get("file")

@@ -1,9 +1,10 @@
 """Who does the pieces of a run: this process, other processes, a cluster, or several runs that
 share a folder.
 
-    with processes(8): ...                      eight processes here; one that is lost costs the piece that it was at
-    with joblib.parallel_config("dask"): ...    any back end of joblib: Dask, Ray, joblib's own processes
-    with share(2, 5): ...                       every fifth piece, from the second; the others are left to other runs
+    with processes(8): ...                    eight processes here; one that is lost costs its piece
+    with joblib.parallel_config("dask"): ...  any back end of joblib: Dask, Ray, its own processes
+    with share(2, 5): ...                     every fifth piece, from the second; others are left to
+                                              other runs
 
 `dpcompanion.reproduction.pieces` asks `each` to do its pieces, and says what it does not find when
 all is done. A worker writes its piece itself, whole or not at all, into a folder that all share, so
@@ -125,9 +126,7 @@ def each(
 
 
 class _Alone:
-    """A piece in a worker: (value, None), or (None, error); what it does in turn, it does in its
-    own process.
-    """
+    """A piece in a worker: (value, None), or (None, error); its own pieces stay in its process."""
 
     def __init__(self, work: Callable[[Any], Any]):
         self.work = work

@@ -1,13 +1,14 @@
 """DP-SGD from one description of a run.
 
-* `loop`: `train`;  `callbacks`: what is called along a run, and what it leaves;  `examples`: what it trains on;
-  `collating`: items of a data set as one batch;  `checkpoints`: what it goes on from, a `Checkpoint`;
-  `options`: `Track` and `Performance`;
+* `loop`: `train`;  `callbacks`: what is called along a run, and what it leaves;
+  `examples`: what it trains on;  `collating`: items of a data set as one batch;
+  `checkpoints`: what it goes on from, a `Checkpoint`;  `options`: `Track` and `Performance`;
 * `distributed`: one run on several processes;
 * `people`: `by_person`, where the unit is a person with several rows;
 * `ensembles`: `train_ensemble`, many runs side by side; `runs`: what they are;
-* `tracking`: gradient norms of examples along a run, for accounts of each example; `measuring`: when they are
-  computed; `stepping`: a loop of one's own; `following`: whether they are those of the run;
+* `tracking`: gradient norms of examples along a run, for accounts of each example; `measuring`:
+  when they are computed;  `stepping`: a loop of one's own; `following`: whether they are those of
+  the run;
 * `models`: the papers' networks.
 
 Handed on from `dpcompanion.mechanism`: `DPSGDPlan`, `PoissonSampler`, `gaussian_noise`,
@@ -35,7 +36,8 @@ A plan, a training, and what it cost each example:
 '100 steps, epsilon 2.00 at delta 1e-05'
 """
 
-from dpcompanion.gradients.clipping import clipped_sum, cross_entropy, gradient_norms
+from dpcompanion.gradients.clipping import clipped_sum, gradient_norms
+from dpcompanion.gradients.independence import cross_entropy
 from dpcompanion.mechanism.noise import gaussian_noise, generators
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.mechanism.sampling import PoissonSampler

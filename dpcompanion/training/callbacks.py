@@ -1,5 +1,4 @@
-"""What is called along a run, what it sees then, and what the run leaves: `Callbacks`, `Run`,
-`History`.
+"""What is called along a run, what it sees, and what the run leaves: `Callbacks`, `Run`, `History`.
 
 Early stopping. A callback ends a run by `Run.stop()`, of an ensemble by `Ensemble.stop()`: the
 history, its statement and its epsilons are then those of the steps that were taken. What may
@@ -42,7 +41,7 @@ class History:
 
     Attributes:
         losses: mean loss of each step's examples, (steps,) float64; nan for an empty batch or a
-        step still to come.
+            step still to come.
         batch_sizes: number of examples in each step, (steps,) int64; both are where the run is.
         dropped: how many per-example gradients were not finite and so contributed nothing.
         epochs: one dict an epoch: epoch, step, loss, and what `on_epoch` returned.
@@ -136,7 +135,7 @@ class History:
 
         Args:
             delta: at which the promise of the run's filter, or of a plan with arithmetic="float",
-            is taken.
+                is taken.
 
         Raises:
             ValueError: a delta that is missing or not asked for.
@@ -185,8 +184,7 @@ class History:
         if self.steps < plan.steps:
             said.append(
                 "If what ended the run looked at the model, the epsilon of all planned steps "
-                "holds, "
-                f"{rounded_up(plan.epsilon())}."
+                f"holds, {rounded_up(plan.epsilon())}."
             )
         if filter is not None:
             promised = rounded_up(self.promised())
@@ -201,8 +199,7 @@ class History:
     def to_json(
         self, path: str | os.PathLike[str] | None = None, *, tuned: str | None = None
     ) -> str:
-        """A card of the run for those who get the model, as JSON, written to `path` if one is
-        given.
+        """A card of the run for those who get the model, as JSON, written to `path` if given.
 
         It holds unit, relation, sampler and accountant; (epsilon, delta) of the steps that were
         taken and of those that were planned; mu of Gaussian DP from above with its regret; the
@@ -289,9 +286,7 @@ class History:
 
 
 def promised(plan: DPSGDPlan, filter: Any = None, delta: float | None = None) -> torch.Tensor:
-    """The epsilon that a run promises to each example beforehand, (n,) float64, see
-    `History.promised`.
-    """
+    """The epsilon that a run promises to each example, (n,) float64, see `History.promised`."""
     delta = plan.delta if delta is None else delta
     found = torch.as_tensor(plan.epsilon(delta), dtype=torch.float64).expand(plan.n)
     return found if filter is None else torch.minimum(found, filter.epsilon(delta).cpu())
@@ -331,9 +326,7 @@ class Run:
     stopping: bool = False
 
     def stop(self) -> None:
-        """End the run after this step, for a callback; the module's text says what may decide
-        it.
-        """
+        """End the run after this step, for a callback; the module's text says what may decide."""
         self.stopping = True
 
     @property
@@ -346,8 +339,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Callbacks:
-    """What is called along a run, with its state: a `Run` in `train`, the `Ensemble` in
-    `train_ensemble`.
+    """Functions called with a run's state: a `Run` in `train`, the `Ensemble` in `train_ensemble`.
 
     They may switch the model to evaluation, draw random numbers and print; the run is what it would
     have been. They may end it: `Run.stop()`, and all or some runs of an ensemble:
@@ -358,7 +350,7 @@ class Callbacks:
     Args:
         on_step: after each step.
         on_epoch: after each epoch, and after the last step; what it returns, a dict or None, goes
-        into the history.
+            into the history.
 
     Raises:
         ValueError: for what cannot be called.

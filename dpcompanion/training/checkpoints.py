@@ -49,7 +49,7 @@ class Checkpoint:
             a seed that is used on others is warned of.
         every: steps from one writing to the next; an epoch's by default.
         stateful: {name: object} of more to save and restore, by state_dict and load_state_dict,
-        such as a scheduler.
+            such as a scheduler.
 
     Raises:
         ValueError: a path that is none, an `every` below 1, or an object without the two methods.
@@ -72,8 +72,7 @@ class Checkpoint:
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise ValueError(
                     f"stateful must hold objects with state_dict and load_state_dict, but {name!r} "
-                    "is a "
-                    f"{type(item).__name__}"
+                    f"is a {type(item).__name__}"
                 )
 
     def due(self, step: int, steps: int, steps_per_epoch: int) -> bool:
@@ -119,9 +118,7 @@ def plain(value):
 
 
 def write_checkpoint(path, content):
-    """Write `content`, of types as `plain` returns them, whole or not at all, under a sha256 of its
-    bytes.
-    """
+    """Write `content`, of `plain`'s types, whole or not at all, under a sha256 of its bytes."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     payload = buffer.getvalue()
@@ -156,9 +153,10 @@ def read_checkpoint(path, keys):
         or content.keys() != set(keys)
         or not isinstance(content["identity"], dict)
     ):
+        held = ", ".join(map(str, content)) if isinstance(content, dict) else type(content).__name__
         raise ValueError(
             f"checkpoint must be one of such a run, with {', '.join(keys)}, but {name!r} holds "
-            f"{', '.join(map(str, content)) if isinstance(content, dict) else type(content).__name__}"
+            f"{held}"
         )
     return content
 
@@ -169,8 +167,7 @@ def key_file(checkpoint):
 
 
 def note_seeds(checkpoint, runs):
-    """Note in the checkpoint's folder which data seeds were used on; a RuntimeWarning where these
-    are others.
+    """Note in the checkpoint's folder which data seeds were used on; a RuntimeWarning for others.
 
     Two runs of one seed share their noise, so that the difference of two models tells how their
     data differ. The file, seeds-used.json, holds for each seed the digests of its data; one that is
@@ -196,10 +193,8 @@ def note_seeds(checkpoint, runs):
     if again:
         warnings.warn(
             f"seed {', '.join(again[:5])}{' and more' * (len(again) > 5)} has been used on other "
-            "data with a "
-            f"checkpoint in {os.fspath(path.parent)!r}: both runs have the same noise, which "
-            "cancels in the "
-            "difference of the models; publish neither, or leave the seed out",
+            f"data with a checkpoint in {os.fspath(path.parent)!r}: both runs have the same noise, "
+            "which cancels in the difference of the models; publish neither, or leave the seed out",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -209,9 +204,7 @@ def note_seeds(checkpoint, runs):
 
 
 def write_keys(path, streams, forward_seed):
-    """Write the keys of the streams {name: `SecureStream`}, into a file that only its owner can
-    read.
-    """
+    """Write keys of the streams {name: `SecureStream`} into a file that only its owner can read."""
     content = {
         "keys": {name: stream.key.hex() for name, stream in streams.items()},
         "forward": forward_seed,
@@ -232,8 +225,7 @@ def read_keys(path, streams):
     except FileNotFoundError:
         warnings.warn(
             f"{path!r} is gone, so that the run goes on with new random numbers: as private as it "
-            "was, but "
-            "not the run that it would have been",
+            "was, but not the run that it would have been",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -241,6 +233,5 @@ def read_keys(path, streams):
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"checkpoint must have its keys in {path!r} as they were written, but that file is "
-            "damaged "
-            f"({error}); remove it to go on with new random numbers"
+            f"damaged ({error}); remove it to go on with new random numbers"
         ) from None

@@ -4,14 +4,15 @@ called with it.
 A batch is a pair (inputs, targets), or a mapping such as Hugging Face's collators return. Both may
 be nested; all tensors have the examples along their first axis.
 
-=============================  ==================================================================================
-a batch                        model and loss
-=============================  ==================================================================================
-(inputs, targets)              ``loss(model(inputs), targets)``; inputs that are a mapping are given by name, those
-                               in a tuple or list one after the other
-a mapping                      ``loss(model(**entries), batch)`` with the entries that the model's `forward` takes,
-                               all but "labels", of which the model's own loss would be a mean over the batch
-=============================  ==================================================================================
+=================  ===============================================================================
+a batch            model and loss
+=================  ===============================================================================
+(inputs, targets)  ``loss(model(inputs), targets)``; inputs that are a mapping are given by name,
+                   those in a tuple or list one after the other
+a mapping          ``loss(model(**entries), batch)`` with the entries that the model's `forward`
+                   takes, all but "labels", of which the model's own loss would be a mean over the
+                   batch
+=================  ===============================================================================
 
 An example's gradient is bounded only if its tensors are its own. So `Reader.prove` tries a
 `collate_fn` before a run: what it makes of an example must not change where others take the places
@@ -165,8 +166,7 @@ class Reader:
         if not same_parts(together, collated(items)):
             raise ValueError(
                 f"{self.name} must make the same batch of the same items and draws, but it changes "
-                "from call to call: "
-                "it must keep nothing, and draw from no generator of its own"
+                "from call to call: it must keep nothing, and draw from no generator of its own"
             )
         steady = same_parts(together, collated(items, seed=1))
         half = len(items) // 2
@@ -186,8 +186,8 @@ class Reader:
                 ):
                     raise ValueError(
                         f"{self.name} must make each example's tensors of this example alone, in "
-                        "its place, but they "
-                        "change with the others in the batch; mix nothing, and keep the order"
+                        "its place, but they change with the others in the batch; mix nothing, and "
+                        "keep the order"
                     )
 
     def _prove_alone(self, model, loss, together, alone):
@@ -205,10 +205,8 @@ class Reader:
         if not torch.allclose(whole, single, rtol=floor, atol=floor, equal_nan=True):
             raise ValueError(
                 f"{self.name} must leave an example's loss what it is alone, but it changes with "
-                "the examples beside "
-                f"it: {whole[:4].tolist()} together, {single[:4].tolist()} alone; give the model "
-                "an attention_mask, "
-                "and label the padding -100"
+                f"the examples beside it: {whole[:4].tolist()} together, {single[:4].tolist()} "
+                "alone; give the model an attention_mask, and label the padding -100"
             )
 
 

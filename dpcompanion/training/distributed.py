@@ -1,5 +1,4 @@
-r"""One run on several processes, the ranks of `torch.distributed`: the only place where ranks
-differ.
+r"""A run on several processes, the ranks of `torch.distributed`: the only place where ranks differ.
 
 Every rank is given the same plan, data, model and options, and calls `train` alike.  At each step
 
@@ -59,9 +58,7 @@ class Ranks:
         return self.rank == 0
 
     def share(self, n: int) -> slice:
-        """Which of n items are this rank's: the shares of all ranks, in their order, are all
-        items.
-        """
+        """Which of n items are this rank's: all ranks' shares, in order, are all items."""
         return slice(n * self.rank // self.size, n * (self.rank + 1) // self.size)
 
     def stream(self, name: str) -> str:
@@ -83,9 +80,7 @@ class Ranks:
     def released(
         self, total: torch.Tensor, noisy: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """The sum of all ranks' totals with noise, which `noisy` adds on rank 0: the same bits on
-        every rank.
-        """
+        """The ranks' summed totals with noise, by `noisy` on rank 0: the same bits everywhere."""
         return noisy(total)
 
     def from_parts(
@@ -196,8 +191,7 @@ class _Several(Ranks):
         if torch.device(device).type != "cpu":
             raise ValueError(
                 f"generator_device must be 'cpu' on {self.size} ranks, got {str(device)!r}: what a "
-                "GPU draws depends "
-                "on its make, and all ranks must make the same draws"
+                "GPU draws depends on its make, and all ranks must make the same draws"
             )
 
     def _call(self, collective, *arguments, **options):
@@ -206,9 +200,7 @@ class _Several(Ranks):
         self._over = False
 
     def _agreed(self, flag=False, error=None):
-        """Whether the flag is up on some rank. If another has failed instead, this one ends,
-        too.
-        """
+        """Whether the flag is up on some rank. If another has failed instead, this ends, too."""
         mine = torch.tensor([error is not None, bool(flag)], dtype=torch.int64)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         self._call(dist.all_gather, found, mine, group=self._host)
@@ -250,8 +242,7 @@ def current() -> Ranks:
 
 @contextlib.contextmanager
 def joined(*, lasting: bool = False) -> Iterator[Ranks]:
-    """All ranks of the process group, if one of several is initialised, in one run: what one raises
-    ends all.
+    """All ranks of the process group, if there is one, in one run: what one raises ends all.
 
     Args:
         lasting: whether they meet afterwards, too, as in a loop of the user's own.
@@ -263,8 +254,7 @@ def joined(*, lasting: bool = False) -> Iterator[Ranks]:
     if processes > 1 and not dist.is_initialized():
         raise ValueError(
             f"torch.distributed must be initialised in each of the {processes} processes that "
-            "torchrun started, which "
-            "would each train and release a model of its own: call "
+            "torchrun started, which would each train and release a model of its own: call "
             "torch.distributed.init_process_group() first"
         )
     ranks = _Several() if processes > 1 else _ALONE
@@ -279,14 +269,11 @@ def joined(*, lasting: bool = False) -> Iterator[Ranks]:
 
 
 def check_one_process(what: str, instead: str) -> None:
-    """Refuse what runs in one process only where there are several: each would release a model of
-    its own.
-    """
+    """Refuse what runs in one process only where there are more: each would release its model."""
     if (processes := _processes()) > 1:
         raise ValueError(
             f"{what} must run in one process, got {processes} of torch.distributed, each of which "
-            "would train and "
-            f"release a model of its own: {instead}"
+            f"would train and release a model of its own: {instead}"
         )
 
 

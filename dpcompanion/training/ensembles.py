@@ -64,15 +64,17 @@ def train_ensemble(
 ) -> Ensemble:
     """Train R runs side by side by DP-SGD, each as its plan says.
 
+    Many arguments, since each is a choice of its own, most with a default.
+
     Args:
         model: a module, from whose weights all runs start, or R modules of one architecture. They
             are not changed. They may draw nothing at random (no dropout).
         loss: (outputs, targets) -> (n,), such as `cross_entropy`.
         data: (x, y), tensors of n examples each, the same for all runs; no data set with items,
-        which `train` takes.
+            which `train` takes.
         plans: a `DPSGDPlan` for all runs, or R of them with the same n and steps.
         seeds: R whole numbers, for research: a run's batches and noise come from keys hashed from
-        its own.
+            its own.
         learning_rate: a number or (R,).
         momentum, weight_decay: m and w above, at least 0; the same for all runs.
         members: (R, n) booleans, who is in the data set of run r at all. Others toss their coins
@@ -92,9 +94,9 @@ def train_ensemble(
             (`Ensemble.stop`); a dict that on_epoch returns goes into `epochs`. An epoch is that of
             the first plan.
         checkpoint: a `Checkpoint`, from which the runs go on if its file exists, and which they
-        write.
+            write.
         generator_device: where to draw batches and noise. The CPU gives the same draws for every
-        device.
+            device.
         progress: show a bar; by default on a terminal only.
 
     Returns:
@@ -158,19 +160,7 @@ def train_ensemble(
             ensemble._add(add)
             share(ensemble._add_noise)
             ensemble._update()
-            if callbacks.on_step is not None:
-                callbacks.on_step(ensemble)
-            end = ensemble.ended
-            if callbacks.on_epoch is not None and (
-                ensemble.step % ensemble.steps_per_epoch == 0 or end
-            ):
-                epoch = math.ceil(ensemble.step / ensemble.steps_per_epoch)
-                ensemble.epochs.append(
-                    {"epoch": epoch, "step": ensemble.step} | (callbacks.on_epoch(ensemble) or {})
-                )
-            if callbacks.on_step is not None or callbacks.on_epoch is not None:
-                for plan, numbers in zip(ensemble.plans, ensemble._planned):
-                    checks.check_plan(plan, plan, numbers)
+            _call(callbacks, ensemble)
             advance()
             stop = interrupted()
             if checkpoint is not None and (
@@ -192,11 +182,24 @@ def train_ensemble(
     return ensemble
 
 
+def _call(callbacks, ensemble):
+    """Call what is to be called after this step; the plans must come out of it as they were."""
+    if callbacks.on_step is not None:
+        callbacks.on_step(ensemble)
+    end = ensemble.ended
+    if callbacks.on_epoch is not None and (ensemble.step % ensemble.steps_per_epoch == 0 or end):
+        epoch = math.ceil(ensemble.step / ensemble.steps_per_epoch)
+        ensemble.epochs.append(
+            {"epoch": epoch, "step": ensemble.step} | (callbacks.on_epoch(ensemble) or {})
+        )
+    if callbacks.on_step is not None or callbacks.on_epoch is not None:
+        for plan, numbers in zip(ensemble.plans, ensemble._planned):
+            checks.check_plan(plan, plan, numbers)
+
+
 @contextlib.contextmanager
 def _shared_among(workers, ensemble):
-    """A function that does a piece of work for all runs, with threads that have one intra-operation
-    thread each.
-    """
+    """A function that does a piece of work for all runs, in threads of one PyTorch thread each."""
     bounds = [len(ensemble) * k // workers for k in range(workers + 1)]
     tasks = [(range(*pair), ensemble._workplace()) for pair in zip(bounds, bounds[1:])]
     if workers == 1:

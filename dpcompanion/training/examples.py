@@ -157,8 +157,8 @@ def examples_of(
         if people is None or at_most is None or examples:
             raise ValueError(
                 "people and at_most must be given both, or neither, as where data are persons "
-                "already, got "
-                f"people={type(people).__name__}, at_most={at_most!r} and a {type(data).__name__}"
+                f"already, got people={type(people).__name__}, at_most={at_most!r} and a "
+                f"{type(data).__name__}"
             )
         arrays = (
             collate_fn is None

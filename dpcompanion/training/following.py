@@ -18,8 +18,7 @@ from dpcompanion.training.people import OfPersons, PersonItems
 
 # By how much a clipped norm, worked out in float32, may seem too long.
 _ROUNDING = 1e-6
-# What is asked of a filter at each step; the rest of the protocol is for checkpoints and
-# statements.
+# What is asked of a filter at each step; the rest is for checkpoints and statements.
 _OF_A_FILTER = ("n", "sample_rate", "noise_multiplier", "max_grad_norm", "clip_norms")
 
 
@@ -31,8 +30,7 @@ def check_clipped(indices, clipped, limits):
     if indices is None or clipped is None:
         raise ValueError(
             "indices and clipped must be given (NormTracker.observe) where clipping='individual', "
-            "so "
-            "that what is charged is known to be enforced, got None"
+            "so that what is charged is known to be enforced, got None"
         )
     indices = torch.as_tensor(indices, dtype=torch.int64)
     clipped = torch.as_tensor(clipped).detach().to(device=limits.device, dtype=torch.float64)
@@ -44,8 +42,8 @@ def check_clipped(indices, clipped, limits):
     away = over.device.type != "cpu"
     if not away and over.any():
         raise ValueError(
-            "clipped must be at most the limits of the step, but example "
-            f"{int(indices[over][0])} has {clipped[over][0]:g} where {limits[over][0]:g} is allowed"
+            f"clipped must be at most the limits of the step, but example {int(indices[over][0])} "
+            f"has {clipped[over][0]:g} where {limits[over][0]:g} is allowed"
         )
     if len(indices.unique()) < len(indices):
         different, times = indices.unique(return_counts=True)
@@ -64,8 +62,7 @@ def check_budget(budget, accountant):
     if missing := [name for name in _OF_A_FILTER if not hasattr(budget, name)]:
         raise ValueError(
             f"budget must be a filter (dpcompanion.testing.Filter), got a {type(budget).__name__} "
-            "without "
-            f"{', '.join(missing)}"
+            f"without {', '.join(missing)}"
         )
     if budget.n != accountant.n:
         raise ValueError(f"budget must be a filter of {accountant.n} examples, got {budget.n}")
@@ -74,8 +71,7 @@ def check_budget(budget, accountant):
         if ours != theirs:
             raise ValueError(
                 f"budget must be a filter of runs with the account's {name}, {ours!r}, got "
-                f"{theirs!r}: "
-                "what it charges, and so its promise, is that of other steps"
+                f"{theirs!r}: what it charges, and so its promise, is that of other steps"
             )
 
 
@@ -88,8 +84,7 @@ def check_follows(tracker, plan, model, loss, data):
     if plan.individual:
         raise ValueError(
             "trackers follow runs with one rate and one clip norm for all, but the plan has a "
-            "number for each example: "
-            "its own parameters determine the epsilon of each example"
+            "number for each example: its own parameters determine the epsilon of each example"
         )
     theirs = {
         "n": plan.n if part is None else mine["n"],
@@ -158,6 +153,6 @@ def _check_items(own, run, part, exact):
     elif exact:
         raise ValueError(
             "trackers with clipping='individual' must be made with the very data set that is "
-            "trained on where a "
-            "transform draws at random, got another, whose inputs cannot be compared"
+            "trained on where a transform draws at random, got another, whose inputs cannot be "
+            "compared"
         )

@@ -13,8 +13,8 @@ seed nobody can repeat them, for a model that is released; a seed makes a run re
 research. With a `Checkpoint` a run that was cut off goes on where it stopped and ends bit for bit
 where it would have ended.
 
-The history holds training losses and batch sizes.  They are not private: the
-guarantee covers the model's weights, not what is logged beside them.
+The history holds training losses and batch sizes.  They are not private: the guarantee covers the
+model's weights, not what is logged beside them.
 """
 
 import contextlib
@@ -93,6 +93,8 @@ def train(
     where there is no seed: trust the ranks and the network. The key of the noise stays on rank 0,
     which writes the checkpoint, too; all ranks read it. Callbacks are called on every rank.
 
+    Many arguments, since each is a choice of its own, most with a default.
+
     Args:
         model: a module that treats examples one by one: no batch norm, unless it is in evaluation
             mode and stays there, and nothing that is spread over processes, such as
@@ -132,9 +134,9 @@ def train(
             and may clip to less than the plan does. They must have been made with this model, loss
             and data, and are saved with the run.
         callbacks: `Callbacks`, functions of a `Run` that are called along it, and may end it
-        (`Run.stop`).
+            (`Run.stop`).
         checkpoint: a `Checkpoint`, from which the run goes on if its file exists, and which it
-        writes.
+            writes.
         generator_device: where to draw batches and noise. The CPU gives the same draws for every
             device, and several ranks take no other.
         progress: show a bar; by default on a terminal only.
@@ -210,49 +212,48 @@ def train(
         loop.begin_alike(callbacks, checkpoint)
         if checkpoint is not None and seed is not None and ranks.first:
             note_seeds(checkpoint.path, [(loop.seed, loop.data_digest)])
-        run = loop.run
-        with (
-            loop.stepping_alone(),
-            bar(
-                plan.steps, label="DP-SGD", done=run.step, show=progress if ranks.first else False
-            ) as advance,
-            deferred_interrupt() as interrupted,
-        ):
-            while run.step < plan.steps and not run.history.stopped:
-                loop.step()
-                with loop.modes_kept():
-                    if callbacks.on_step is not None:
-                        callbacks.on_step(run)
-                        run.stopping = ranks.any(run.stopping)
-                    if (
-                        run.step % plan.steps_per_epoch == 0
-                        or run.step == plan.steps
-                        or run.stopping
-                    ):
-                        loop.end_epoch(callbacks.on_epoch)
-                    checks.check_plan(run.plan, plan, loop.planned)
-                if run.stopping:
-                    loop.end_early()
-                advance()
-                stop = ranks.any(interrupted())
-                due = run.history.stopped or stop
-                if checkpoint is not None and (
-                    due or checkpoint.due(run.step, plan.steps, plan.steps_per_epoch)
-                ):
-                    loop.save(checkpoint.path)
-                if stop:
-                    raise KeyboardInterrupt
+        _take_steps(loop, callbacks, checkpoint, ranks, progress)
         loop.count_dropped()
         if checkpoint is not None and seed is None and ranks.first:
             pathlib.Path(key_file(checkpoint.path)).unlink(missing_ok=True)
         loop.check_alike()
-        return run.history
+        return loop.run.history
+
+
+def _take_steps(loop, callbacks, checkpoint, ranks, progress):
+    """The steps of a run from where it is to its end, with what is called and saved on the way."""
+    run, plan = loop.run, loop.plan
+    with (
+        loop.stepping_alone(),
+        bar(
+            plan.steps, label="DP-SGD", done=run.step, show=progress if ranks.first else False
+        ) as advance,
+        deferred_interrupt() as interrupted,
+    ):
+        while run.step < plan.steps and not run.history.stopped:
+            loop.step()
+            with loop.modes_kept():
+                if callbacks.on_step is not None:
+                    callbacks.on_step(run)
+                    run.stopping = ranks.any(run.stopping)
+                if run.step % plan.steps_per_epoch == 0 or run.step == plan.steps or run.stopping:
+                    loop.end_epoch(callbacks.on_epoch)
+                checks.check_plan(run.plan, plan, loop.planned)
+            if run.stopping:
+                loop.end_early()
+            advance()
+            stop = ranks.any(interrupted())
+            due = run.history.stopped or stop
+            if checkpoint is not None and (
+                due or checkpoint.due(run.step, plan.steps, plan.steps_per_epoch)
+            ):
+                loop.save(checkpoint.path)
+            if stop:
+                raise KeyboardInterrupt
 
 
 class TrainingLoop:
-    """A run of DP-SGD: what it was given, checked, and its steps; `train` and `PersonalTrainer`
-    drive it.
-    """
+    """A DP-SGD run: what was given, checked, and its steps, for `train` and `PersonalTrainer`."""
 
     def __init__(
         self,
@@ -270,6 +271,7 @@ class TrainingLoop:
         stateful: Mapping[str, Any] = types.MappingProxyType({}),
         generator_device: str | torch.device = "cpu",
     ):
+        """Many arguments, since it takes what `train` takes, and checks it before any work."""
         self.asked, self.precision = performance.method, performance.precision
         self.microbatch_size, device = performance.microbatch_size, performance.device
         if not isinstance(plan, DPSGDPlan):
@@ -284,9 +286,7 @@ class TrainingLoop:
         self.seed = seed if seed is None else _checks.seed("seed", seed)
         # What the model itself draws is no secret that privacy rests on.
         self.forward_seed = secrets.randbits(256) if self.seed is None else self.seed
-        self.device = (
-            torch.device(device) if device is not None else next(model.parameters()).device
-        )
+        self.device = torch.device(next(model.parameters()).device if device is None else device)
         model.to(self.device)
         self.examples, self.loss = examples.to(self.device), loss
         if not isinstance(trackers, Iterable):
@@ -308,23 +308,17 @@ class TrainingLoop:
         if self.float64 and (self.seed is not None or self.numbers != plan.parameters):
             raise ValueError(
                 "plan with arithmetic='float' must have as many parameters as the model, "
-                f"{self.numbers}, "
-                f"and takes no seed, got {plan.parameters} and seed {self.seed}"
+                f"{self.numbers}, and takes no seed, got {plan.parameters} and seed {self.seed}"
             )
         self.network, self.loss = self.examples.seen(model, loss)
-        self.called = {
-            name: name if self.network is model else f"model.{name}" for name in self.parameters
-        }
+        prefix = "" if self.network is model else "model."
+        self.called = {name: prefix + name for name in self.parameters}
         self.prove(model)
         self.examples.prove(model, loss)
         # A scheduler keeps the rate that it began with as initial_lr.
-        self.begun_with = [
-            type(optimizer).__name__,
-            *(
-                float(group.get("initial_lr", group.get("lr", 0)))
-                for group in optimizer.param_groups
-            ),
-        ]
+        groups = optimizer.param_groups
+        rates = [float(group.get("initial_lr", group.get("lr", 0))) for group in groups]
+        self.begun_with = [type(optimizer).__name__, *rates]
         self.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
         history = History(
             torch.full((plan.steps,), math.nan, dtype=torch.float64, device=self.device),
@@ -394,9 +388,8 @@ class TrainingLoop:
             if any(id(p) in own for group in other.param_groups for p in group["params"]):
                 warnings.warn(
                     f"parameters of a private run are trained by a {type(other).__name__} beside "
-                    "the run's optimizer, "
-                    "without clipping and noise: no epsilon covers what it learns from private "
-                    "data",
+                    "the run's optimizer, without clipping and noise: no epsilon covers what it "
+                    "learns from private data",
                     RuntimeWarning,
                     stacklevel=3,
                 )
@@ -458,13 +451,7 @@ class TrainingLoop:
         released = self.ranks.released(
             summed, lambda total: plan.noisy(total, self.generators["noise"])
         )
-        released = released / cast(float, plan.expected_batch_size)
-        for p, piece in zip(
-            self.parameters.values(), released.split([p.numel() for p in self.parameters.values()])
-        ):
-            p.grad = piece.view_as(p).to(p.dtype)
-        for t in traces.untrained(run.model).values():
-            t.grad = None  # one left from elsewhere has no noise, and the optimizer would follow it
+        self.give_gradients(released / cast(float, plan.expected_batch_size))
         # counted before it is taken, lest it be taken and not counted
         at, run.step = run.step, run.step + 1
         run.history.guarantee, run.history.steps = plan.statement(steps=run.step), run.step
@@ -485,16 +472,22 @@ class TrainingLoop:
         whether that lies on the device.
         """
         # Avoid host syncs: never read GPU values here.
-        limits, away = (
-            self.plan.clip_norms(drawn),
-            any(norms is not None and on_accelerator(norms) for norms in lower),
-        )
+        limits = self.plan.clip_norms(drawn)
+        away = any(norms is not None and on_accelerator(norms) for norms in lower)
         for norms in lower:
             if norms is not None:
                 there = self.device if away else norms.device
                 own = norms.to(there)[indices if away else drawn]
                 limits = torch.minimum(to_device(limits, there), own)
         return limits, away
+
+    def give_gradients(self, released):
+        """Each parameter its part of what the step releases; nothing to those without a part."""
+        sizes = [p.numel() for p in self.parameters.values()]
+        for p, piece in zip(self.parameters.values(), released.split(sizes)):
+            p.grad = piece.view_as(p).to(p.dtype)
+        for t in traces.untrained(self.run.model).values():
+            t.grad = None  # one left from elsewhere has no noise, and the optimizer would follow it
 
     def take_step(self):
         """Move by the gradients that `step` has left."""
@@ -504,8 +497,8 @@ class TrainingLoop:
         ):
             raise ValueError(
                 "optimizer must hold parameters of the model only, got others that were added "
-                "since the run began: "
-                "their gradients have neither been clipped nor been given noise"
+                "since the run began: their gradients have neither been clipped nor been given "
+                "noise"
             )
         self.stepping = True
         self.run.optimizer.step()
@@ -523,9 +516,7 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def modes_kept(self):
-        """A callback may switch the model to eval mode; training goes on in the modes it began
-        with.
-        """
+        """A callback may switch to eval mode; training goes on in the modes it began with."""
         yield
         for module, mode in self.modes.items():
             module.training = mode
@@ -565,34 +556,27 @@ class TrainingLoop:
         """A callback has asked for the end: the history is that of the steps taken."""
         run, history = self.run, self.run.history
         history.stopped = run.step < run.plan.steps
-        history.losses, history.batch_sizes = (
-            history.losses[: run.step],
-            history.batch_sizes[: run.step],
-        )
+        history.losses = history.losses[: run.step]
+        history.batch_sizes = history.batch_sizes[: run.step]
 
     def count_dropped(self):
         count, history = int(self.dropped), self.run.history
         if count and not history.dropped:
             warnings.warn(
                 f"{count} per-example gradients so far were not finite and contributed nothing; "
-                "the run's history "
-                "counts them in `dropped`",
+                "the run's history counts them in `dropped`",
                 RuntimeWarning,
                 stacklevel=3,
             )
         history.dropped = count
 
     def begin_alike(self, callbacks, checkpoint):
-        """Refuse ranks that were given different things, and share what rank 0 has drawn: all but
-        the noise.
-        """
+        """Refuse ranks given different things, and share what rank 0 has drawn but the noise."""
         run = self.run
 
         def described():
-            module, trackers = (
-                run.model,
-                [(type(item).__name__, item.state_dict()) for item in self.trackers],
-            )
+            module = run.model
+            trackers = [(type(item).__name__, item.state_dict()) for item in self.trackers]
             return {
                 "plan": distributed.digest(run.plan.config()),
                 "data": self.data_digest,
@@ -679,8 +663,7 @@ class TrainingLoop:
             ]
             raise ValueError(
                 "checkpoint must come from a run of the same plan, seed, data, architecture and "
-                "optimizer,"
-                f" but {os.fspath(path)!r} differs: {'; '.join(differ)}"
+                f"optimizer, but {os.fspath(path)!r} differs: {'; '.join(differ)}"
             )
         if set(content["stateful"]) != set(self.stateful):
             raise ValueError(
@@ -707,9 +690,7 @@ class TrainingLoop:
 
 @contextlib.contextmanager
 def deferred_interrupt():
-    """Within, the first Ctrl-C only sets a flag (the value of the yielded function); the second one
-    interrupts.
-    """
+    """The first Ctrl-C sets a flag (what the yielded function returns); the second interrupts."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return

@@ -1,6 +1,4 @@
-"""Norms of all examples, measured by passes over the data: when a pass is due, and what it
-found.
-"""
+"""Norms of all examples, measured by passes over the data: when one is due, and what it found."""
 
 import math
 
@@ -22,8 +20,7 @@ def pass_is_due(step, rate):
 
 
 class NormPasses:
-    """Full-batch passes of a model: the gradient norms of all examples, none of them above
-    `largest`.
+    """Full-batch passes of a model: the gradient norms of all examples, none above `largest`.
 
     Args:
         model, loss, data: as of a `NormTracker`.

@@ -1,9 +1,9 @@
 """The networks of the five papers' experiments.
 
-Each takes a `seed` and is initialised from a stream of its own: the same seed
-gives the same network whatever was sampled before, and building one draws
-nothing from PyTorch's global generator.  Inputs are (n, channels, height, width),
-outputs (n, classes) logits.  All treat examples one by one: group norm, no batch norm::
+Each takes a `seed` and is initialised from a stream of its own: the same seed gives the same
+network whatever was sampled before, and building one draws nothing from PyTorch's global generator.
+Inputs are (n, channels, height, width), outputs (n, classes) logits.  All treat examples one by
+one: group norm, no batch norm::
 
     network        data            source                                      parameters
     mnist_cnn      1 x 28 x 28     Tramer & Boneh 2021; Boenisch et al. 2023        26,010
@@ -180,11 +180,12 @@ class StandardizedConv2d(Reparametrized, nn.Conv2d):
     r"""A convolution whose weight is standardised over each output channel, with a learned gain
     (Qiao et al. 2019).
 
-    For each output channel :math:`w' = k (w - \bar w)` with :math:`k = \text{gain} / \lVert w -
-    \bar w\rVert`. The gradient of :math:`w` is then :math:`k (g - \bar g - \hat w \langle g, \hat
-    w\rangle)` and that of the gain :math:`\langle g, \hat w\rangle`, with the gradient :math:`g` of
-    :math:`w'` and :math:`\hat w` the unit vector of :math:`w - \bar w`. Where the norm is below a
-    hundredth :math:`k` is 100 gain and does not depend on :math:`w`.
+    For each output channel :math:`w' = k (w - \bar w)` with
+    :math:`k = \text{gain} / \lVert w - \bar w\rVert`. The gradient of :math:`w` is then
+    :math:`k (g - \bar g - \hat w \langle g, \hat w\rangle)` and that of the gain
+    :math:`\langle g, \hat w\rangle`, with the gradient :math:`g` of :math:`w'` and :math:`\hat w`
+    the unit vector of :math:`w - \bar w`. Where the norm is below a hundredth :math:`k` is 100 gain
+    and does not depend on :math:`w`.
     """
 
     def __init__(self, *args, **kwargs):
@@ -277,9 +278,7 @@ class _WideBlock(nn.Module):
 
 @seeded
 def wrn16_4(classes=10, *, groups=16, channels=3):
-    """Wide ResNet of depth 16 and width 4 with group norm and weight standardisation, as in De et
-    al.
-    """
+    """Wide ResNet-16-4 with group norm and weight standardisation, as in De et al."""
     layers: list[nn.Module] = [StandardizedConv2d(channels, 16, 3, padding=1)]
     before = 16
     for width in (64, 128, 256):
@@ -297,9 +296,7 @@ def wrn16_4(classes=10, *, groups=16, channels=3):
 
 
 class LSTM(nn.Module):
-    """`torch.nn.LSTM`, batch first and one way, from linear layers, which can be clipped layer by
-    layer.
-    """
+    """`torch.nn.LSTM`, batch first and one way, from linear layers, to clip layer by layer."""
 
     def __init__(self, inputs, hidden, layers):
         super().__init__()
@@ -312,9 +309,7 @@ class LSTM(nn.Module):
             nn.init.uniform_(p, -(hidden**-0.5), hidden**-0.5)
 
     def forward(self, x):
-        """(n, positions, inputs) -> the last layer's output at each position, (n, positions,
-        hidden).
-        """
+        """(n, positions, inputs) -> the last layer's outputs, (n, positions, hidden)."""
         for of_input, of_state in zip(self.of_input, self.of_state):
             h = c = x.new_zeros(len(x), self.hidden)
             outputs = []
@@ -340,9 +335,7 @@ class _CharRNN(nn.Module):
 
 @seeded
 def char_rnn(classes=18, *, tokens=259, embedding=64, hidden=128, layers=3):
-    """Character-level LSTM, read off at the last position: Opacus' name classifier with the paper's
-    three layers.
-    """
+    """Character-level LSTM, read off at the end: Opacus' name classifier, here of three layers."""
     return _CharRNN(classes, tokens, embedding, hidden, layers)
 
 

@@ -1,5 +1,4 @@
-"""What `train` may be given beside model, loss, data and plan: `Track`, an account of each example,
-and `Performance`.
+"""What `train` may be given too: `Track`, an account of each example, and `Performance`.
 
 Neither repeats a number of the plan, nor model, loss or data: `train` hands those on.
 """
@@ -28,7 +27,7 @@ class Track:
             `running`.
         running: renew an example's norm also when it is sampled; such an account is an estimate.
         rounding: to multiples of which share of the clip norm norms are rounded up, in [1e-6, 1];
-        None for none.
+            None for none.
         accountant: "pld" or "rdp"; None for the plan's.
         trajectory_delta: keep every example's epsilon at this delta at the end of each epoch
             (`NormTracker.trajectory`): 4 bytes an example and epoch. It is worked out there and
@@ -78,12 +77,12 @@ class Performance:
             off by about a hundredth: with clipping "individual" no less is enforced than is
             charged, and an estimate is as much less accurate.
         microbatch_size: examples in one pass; a draw is cut into such pieces. By default as many as
-        suit the device.
+            suit the device.
         device: where to train; the model's own by default.
 
     Raises:
         ValueError: an unknown `method` or `precision`, or a `microbatch_size` that is not a whole
-        number above 0.
+            number above 0.
 
     >>> Performance(precision="bf16").method
     'auto'

@@ -20,8 +20,7 @@ from dpcompanion import _checks
 
 _SEVERAL = (
     "{} must name one person a row, got a row with several: what one owner's clipped gradient "
-    "hides is not what the "
-    "others change; give each row to one person"
+    "hides is not what the others change; give each row to one person"
 )
 
 
@@ -69,7 +68,7 @@ def owners_of(people: Any, rows: int, persons: Any = None) -> tuple[np.ndarray, 
 
     Raises:
         ValueError: for a row with no person or several, for `persons` that are not distinct or lack
-        one.
+            one.
     """
     names, owners = _coded("people", people)
     if len(owners) != rows:
@@ -114,8 +113,7 @@ def _coded(name, values) -> tuple[list[Any], np.ndarray]:
     elif values.ndim != 1:
         raise ValueError(
             f"{name} must name one person a row, shape (rows,), got shape {values.shape}; a row "
-            "with several owners "
-            "must be given to one of them"
+            "with several owners must be given to one of them"
         )
     elif values.dtype.kind in "biu" and not np.ma.isMaskedArray(values):
         values = values.astype(np.int64) if values.dtype.kind == "b" else values

@@ -80,8 +80,7 @@ def by_person(
     persons: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> "OfPersons":
-    """Data for `train`, a `NormTracker` and `gradient_norms` whose examples are persons; see the
-    module's text.
+    """Data for `train`, a `NormTracker` and `gradient_norms` whose examples are persons.
 
     Args:
         x, y: tensors, arrays or pandas columns of the rows, in any order. Floats stay in their
@@ -99,11 +98,9 @@ def by_person(
 
     Returns:
         Data of as many examples as there are persons, with `persons`, their names (n,) in the order
-        of every account,
-        `counts`, how many rows each has, and `per_person(column)`, which makes one number a person
-        of a column of the
-        table, such as the budgets that persons consented to (ValueError for a person whose rows
-        disagree).
+        of every account, `counts`, how many rows each has, and `per_person(column)`, which makes
+        one number a person of a column of the table, such as the budgets that persons consented to
+        (ValueError for a person whose rows disagree).
 
     Raises:
         ValueError: naming the argument; for a row without a person, with several persons (a tuple
@@ -127,8 +124,7 @@ def by_person(
 
 
 class Ownership:
-    """Whose each of some rows is, and which rows of a person enter a step: what all data of persons
-    share.
+    """Whose each row is, and which rows of a person enter a step: what all data of persons share.
 
     Args:
         people: (rows,), who each row belongs to.
@@ -176,9 +172,7 @@ class Ownership:
 
 
 class OfPersons(Ownership, abc.ABC):
-    """What `by_person` gives: data whose examples are persons. Attributes and names are those of
-    `Ownership`.
-    """
+    """What `by_person` gives: data whose examples are persons, with what `Ownership` has."""
 
     @abc.abstractmethod
     def rows(self, indices: torch.Tensor) -> tuple[Batch, Batch]:
@@ -299,17 +293,14 @@ class PersonItems(OfPersons):
 
     @functools.cached_property
     def digest(self) -> str:
-        """What a checkpoint knows these data by: whose rows they are, and the targets of 64
-        persons.
-        """
+        """What a checkpoint knows these data by: whose rows they are, and targets of 64 persons."""
         settings = torch.tensor([self.at_most, COMBINED.index(self.combine), len(self)])
         x, y = self.probe
         return digest_of(self.owners, settings, *targets_in(x, y))
 
 
 class PersonNetwork(torch.nn.Module):
-    """A model of rows as one of persons: `Batch` of (persons, k, ...) to outputs of (persons, k,
-    ...).
+    """A model of rows as one of persons: `Batch` of (persons, k, ...) to outputs (persons, k, ...).
 
     Args:
         model: the module, whose parameters are called "model.<name>" here, and which is called as
@@ -367,8 +358,7 @@ class PersonLoss:
 
 
 class Grouping:
-    """Which rows of a padded (persons, k) are there, and how tensors of rows go into that form and
-    back.
+    """Which rows of a padded (persons, k) are there, and how rows go into that form and back.
 
     Under `torch.func.vmap`, and with `everything`, all rows are taken, those of the padding too.
 
@@ -437,9 +427,7 @@ def draws_at_random(model: torch.nn.Module) -> bool:
 
 
 def grouped(owners: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(counts (n,), the rows ordered by owner (rows,), where each owner's begin among these (n,)),
-    all int64.
-    """
+    """(counts (n,), rows by owner (rows,), where each owner's begin in these (n,)), int64."""
     counts = torch.bincount(owners, minlength=n)
     return counts, owners.argsort(stable=True), counts.cumsum(0) - counts
 
@@ -451,8 +439,7 @@ def drawn_rows(
     starts: torch.Tensor,
     at_most: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of some persons, at most so many of each: ((persons, longest) int64, which of these are
-    rows).
+    """Rows of some persons, at most so many of each: ((persons, longest) int64, which are rows).
 
     Of who has more a uniform choice without replacement, from PyTorch's generator; of all others
     every row, in its order. What is no row repeats the person's first, and is -1 for who has none.
@@ -501,7 +488,6 @@ def per_person(values: Array, owners: torch.Tensor, persons: Any) -> torch.Tenso
         who = int(bad.nonzero()[0])
         raise ValueError(
             f"values must be one number a person, but {str(persons[who])!r} has {low[who]:g} to "
-            f"{high[who]:g} in "
-            "their rows"
+            f"{high[who]:g} in their rows"
         )
     return low

@@ -1,5 +1,4 @@
-"""R runs of one architecture: their weights, their draws, one step of all of them, and what
-remains.
+"""R runs of one architecture: their weights, their draws, one step of all, and what remains.
 
 `dpcompanion.training.ensembles` trains them.
 """
@@ -35,7 +34,7 @@ class Ensemble:
 
     Args:
         model, loss, data, plans: as in `dpcompanion.training.train_ensemble`, which makes the
-        ensemble.
+            ensemble.
         seeds, learning_rate, momentum, weight_decay, members: as there.
         performance: device, method, precision and microbatch_size.
         generator_device: as there.
@@ -49,10 +48,10 @@ class Ensemble:
             step that was not taken (yet).
         batch_sizes: (R, steps) int64.
         dropped: how many per-example gradients were not finite and so contributed nothing, (R,)
-        int64.
+            int64.
         epochs: what `on_epoch` returned, a dict each, with `epoch` and `step`.
         indices, norms: of the step just done and of each run, the examples and their gradient norms
-        before clipping.
+            before clipping.
 
     Raises:
         ValueError: plans, models, members or data that do not fit together, an argument outside its
@@ -75,6 +74,7 @@ class Ensemble:
         performance: Performance,
         generator_device: str | torch.device = "cpu",
     ):
+        """Many arguments, since it takes what `train_ensemble` takes."""
         self.seeds = _checked_seeds(seeds)
         runs = len(self.seeds)
         models, self._plans = _models_and_plans(model, plans, runs)
@@ -83,8 +83,7 @@ class Ensemble:
         if not isinstance(data, (tuple, list)) or len(data) != 2:
             raise ValueError(
                 "data must be two tensors (x, y), which runs side by side share (train takes data "
-                "sets too), "
-                f"got a {type(data).__name__}"
+                f"sets too), got a {type(data).__name__}"
             )
         x, y = data
         checks.check_data(x, y, n)
@@ -148,11 +147,9 @@ class Ensemble:
         own = {name: p for name, p in self._template.named_parameters() if p.requires_grad}
         self._shapes, self._places, end = {}, {}, 0
         for name, p in own.items():
-            self._shapes[name], self._places[name], end = (
-                p.shape,
-                slice(end, end + p.numel()),
-                end + p.numel(),
-            )
+            self._shapes[name] = p.shape
+            self._places[name] = slice(end, end + p.numel())
+            end += p.numel()
         like = {"dtype": next(iter(own.values())).dtype, "device": self.device}
         self.vectors = (
             torch.stack([self._vector(one) for one in models])
@@ -162,9 +159,7 @@ class Ensemble:
         )
 
     def _resolved(self, method, precision):
-        """The method, once it is proved for the model; "func" for one whose layers cannot be
-        stacked.
-        """
+        """The method, once proved for the model; "func" for one whose layers cannot be stacked."""
         found = clipping.resolve_method(
             self._template, self.loss, self.x, self.y, method, precision
         )
@@ -318,8 +313,7 @@ class Ensemble:
     def gradients_of(
         self, x: torch.Tensor, y: torch.Tensor, *, runs_at_once: int | None = None
     ) -> torch.Tensor:
-        """The gradient of each run's loss at each of the m points (x, y), not clipped, (R, m,
-        parameters).
+        """Each run's gradient at each of the m points (x, y), not clipped, (R, m, parameters).
 
         By default as many runs are worked on at once as keep 256 MiB.
         """
@@ -334,9 +328,7 @@ class Ensemble:
         return found
 
     def norms_of(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The norm of each run's gradient at each of the n points (x, y), inf where not finite, (R,
-        n).
-        """
+        """The norm of each run's gradient at each of n points (x, y), inf if not finite, (R, n)."""
         x, y = x.to(self.device), y.to(self.device)
         found = self.vectors.new_empty(len(self), len(x))
         for rows, part in _passes(len(self), len(x), self._pass_size()):
@@ -375,15 +367,11 @@ class Ensemble:
         return torch.cat([theirs[name].detach().flatten().to(self.device) for name in own])
 
     def _stacks(self, precision, method):
-        """Whether two different runs through the stacked network give what each gives alone, in
-        this precision.
-        """
+        """Whether two different runs give stacked what each gives alone, in this precision."""
         rows = proof.largest_gradients(self._template, self.loss, self.x, self.y)
         x, y = self.x[rows], self.y[rows]
-        model, pair = (
-            copy.deepcopy(self._template),
-            torch.stack([self.vectors[0], self.vectors[0] / 2]),
-        )
+        model = copy.deepcopy(self._template)
+        pair = torch.stack([self.vectors[0], self.vectors[0] / 2])
         try:
             network = StackedNetwork(self._template)
             network.load(self.split(pair))
@@ -418,9 +406,7 @@ class Ensemble:
         return True
 
     def _workplace(self):
-        """What a pass needs for itself, so that threads do not share it: `torch.func` swaps a
-        module's parameters.
-        """
+        """What a thread needs for itself, since `torch.func` swaps a module's parameters."""
         network = (
             copy.deepcopy(self._template)
             if self.method == "func"
@@ -434,16 +420,13 @@ class Ensemble:
         return network
 
     def _check_as_begun(self, network):
-        """The network has kept nothing of its examples, and is in the state in which it was
-        proved.
-        """
+        """The network has kept nothing of its examples, and is in the state that was proved."""
         state, buffers = self._begun[network]
         module = network.module if isinstance(network, StackedNetwork) else network
         if states.state_of(module, parameters=False) != state:
             raise ValueError(
                 "model must stay in the state in which the runs began, since that was proved to "
-                "treat examples one by "
-                "one, but a mode, a flag or a hook of a layer has changed"
+                "treat examples one by one, but a mode, a flag or a hook of a layer has changed"
             )
         for b, value in buffers:
             self._later |= ~traces.equal(b, value)
@@ -463,8 +446,8 @@ class Ensemble:
         return max(1, min(self._size, sums.BUDGET // self.vectors.shape[1]))
 
     def _pass(self, network, rows, x, y, limits):
-        """Clipped sums of x, y (runs, examples, ...) for the runs in `rows`;
-        limits (runs, examples), None for norms."""
+        """Clipped sums of x, y (runs, examples, ...) for the runs in `rows`; limits (runs,
+        examples), None for norms."""
         limits = None if limits is None else limits.flatten()
         x, y, parameters = x.flatten(0, 1), y.flatten(0, 1), self.split(self.vectors[rows])
         if self.method == "func":
@@ -609,8 +592,7 @@ class Ensemble:
         if content["identity"] != self._identity():
             raise ValueError(
                 "checkpoint must come from runs of the same plans, seeds, data, architecture and "
-                "learning "
-                f"rates, but {os.fspath(path)!r} holds another ensemble"
+                f"learning rates, but {os.fspath(path)!r} holds another ensemble"
             )
         if set(content["stateful"]) != set(stateful):
             raise ValueError(
@@ -639,9 +621,7 @@ def _checked_seeds(seeds):
 
 
 def _models_and_plans(model, plans, runs):
-    """Models, one or one for each run, and a plan for each; the plans agree in what runs side by
-    side share.
-    """
+    """Models, one or one a run, and a plan for each, which agree in what the runs share."""
     own = [plans] if isinstance(plans, DPSGDPlan) else list(plans)
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
     for name, items in (("plans", own), ("model", models)):

@@ -59,8 +59,7 @@ class OwnLoop(abc.ABC):
 
         Yields:
             The norms to which this step must clip, (n,) float64: C where that is the plan's own, 0
-            for who takes no
-            part.
+            for who takes no part.
 
         Raises:
             ValueError: at its end, if something was not observed that the account needs, or a
@@ -109,7 +108,7 @@ class OwnLoop(abc.ABC):
             indices: the examples, (k,), k >= 0.
             norms: of their gradients before clipping, (k,); needed for running estimates.
             clipped: the same after clipping, (k,); needed for an exact account, also of an empty
-            draw.
+                draw.
 
         Raises:
             ValueError: outside of `step`, or for lengths that differ.

@@ -1,9 +1,8 @@
-r"""Every example's gradient norm along a run, for accounts of each example (Yu et al. 2022 and
-2023).
+r"""Every example's gradient norm along a run, for accounts of each example (Yu et al. 2022, 2023).
 
-An account charges example i at each step for a bound on its gradient's norm,
-but a step of SGD computes the norms of its own batch only.  `NormTracker` keeps :math:`Z_i`, the
-latest known norm of every example at most C, charges the example for it, and renews it
+An account charges example i at each step for a bound on its gradient's norm, but a step of SGD
+computes the norms of its own batch only.  `NormTracker` keeps :math:`Z_i`, the latest known norm of
+every example at most C, charges the example for it, and renews it
 
 * by full-batch passes, K of them an epoch, evenly spaced, the first before the first step;
 * with ``running=True``, also whenever an example is sampled (version 1 of the paper; K may be 0,
@@ -14,8 +13,8 @@ Two ways to clip, two kinds of account::
 
     clipping        a gradient is clipped to    the account is
     "individual"    Z_i as charged              exact: what is charged is enforced (`epsilon`)
-    "maximum"       C, as in plain DP-SGD       an ESTIMATE: the norm may have grown since the last pass
-                                                (`estimated_epsilon`; `epsilon` refuses)
+    "maximum"       C, as in plain DP-SGD       an ESTIMATE: the norm may have grown since the last
+                                                pass (`estimated_epsilon`; `epsilon` refuses)
 
 The noise stays sigma C. An exact account is one along the realised trajectory: Z is a function of
 the model, which is public, and of the example. It is so only without running estimates. Those
@@ -64,7 +63,7 @@ class NormTracker(OwnLoop):
         accountant: an `IndividualAccountant` of these examples; the tracker records into it, up to
             the last step when `accountant` is read. `for_plan` makes it.
         model, loss: what `train` is given: a module and (outputs, targets) -> (n,), such as
-        `cross_entropy`.
+            `cross_entropy`.
         data: (x, y) or a data set, the accountant's n examples, on any device. Where `train`
             augments a data set, this one may be the same without for an estimate; an exact account
             takes the augmented one itself.
@@ -148,12 +147,12 @@ class NormTracker(OwnLoop):
         self.budget = budget
         #: Steps begun.
         self.steps = 0
-        #: Norms that are charged at the next step, at most C, (n,) float64; running estimates change them in place.
+        #: Norms that are charged at the next step, at most C, (n,) float64; running estimates
+        #: change them in place.
         self.norms = torch.full(
             (accountant.n,), accountant.max_grad_norm, dtype=torch.float64, device=accountant.device
         )
-        # Of each example: the steps that are in the account. Since then it is charged for
-        # `_charged`.
+        # Of each example: the steps in the account. Since then it is charged for `_charged`.
         self._recorded = torch.zeros(accountant.n, dtype=torch.int64, device=accountant.device)
         self._charged, self._limits = self.norms, None
         self._trajectory, self._kept = [], []
@@ -180,7 +179,7 @@ class NormTracker(OwnLoop):
         Args:
             plan: a `DPSGDPlan` with one rate and one clip norm for all, and with noise.
             model, loss: what `train` is given: a module and (outputs, targets) -> (n,), such as
-            `cross_entropy`.
+                `cross_entropy`.
             data: (x, y) or a data set, plan.n examples, on any device; with `examples`, theirs.
             examples: (m,) distinct indices, if data are a part of what is trained on.
             budget, performance: as of the class.
@@ -246,9 +245,7 @@ class NormTracker(OwnLoop):
 
     @property
     def parameters(self) -> State:
-        """What a plan must agree with: n, sample_rate, max_grad_norm and noise_multiplier of the
-        account.
-        """
+        """What a plan must agree with: n, sample_rate, max_grad_norm and noise_multiplier."""
         return {
             name: getattr(self._accountant, name)
             for name in ("n", "sample_rate", "max_grad_norm", "noise_multiplier")
@@ -273,20 +270,18 @@ class NormTracker(OwnLoop):
 
         Raises:
             ValueError: if the account is an estimate, or if there was no step or the last one has
-            not ended.
+                not ended.
         """
         if not self.exact:
             raise ValueError(
                 "epsilon needs clipping='individual' and running=False; this account is an "
-                "estimate, "
-                "see estimated_epsilon"
+                "estimate, see estimated_epsilon"
             )
         self._check_stepped()
         return self.accountant.epsilon(delta)
 
     def estimated_epsilon(self, delta: float) -> torch.Tensor:
-        """Epsilon of every example if each norm had been what was last seen: no bound, (n,)
-        float64.
+        """Every example's epsilon if each norm had been what was last seen: no bound, (n,) float64.
 
         Raises:
             ValueError: if there was no step.
@@ -316,8 +311,7 @@ class NormTracker(OwnLoop):
         if not self.steps:
             raise ValueError(
                 "tracker must have followed a run to give epsilon, but no step was begun; hand it "
-                "to "
-                "train(..., trackers=[tracker]), or see NormTracker.step"
+                "to train(..., trackers=[tracker]), or see NormTracker.step"
             )
         if self.exact and self._begun is not False:
             raise ValueError(
@@ -355,8 +349,7 @@ class NormTracker(OwnLoop):
 
         Returns:
             The norms to which this step must clip, (n,) float64, 0 for who takes no part; None if
-            that is C for all. A
-            copy: what is done to it changes nothing in what is allowed.
+            that is C for all. A copy: what is done to it changes nothing in what is allowed.
 
         Raises:
             ValueError: if the step before, of an exact account, has not ended.
@@ -399,7 +392,7 @@ class NormTracker(OwnLoop):
         Args:
             indices: the examples of the step, (k,), k >= 0.
             norms: of their gradients before clipping, (k,); needed for running estimates, with
-            `indices`.
+                `indices`.
             clipped: the same after clipping, (k,); needed for an exact account, with `indices`:
                 what is charged must have been enforced.
 
@@ -435,9 +428,7 @@ class NormTracker(OwnLoop):
             self._trajectory.append(rounded_up(epsilon, torch.float32))
 
     def _renew(self, examples, norms):
-        """Charge examples for what held up to this step, and let their new norms hold from the next
-        one on.
-        """
+        """Charge examples for what held up to this step, and let new norms hold from then on."""
         self._accountant.record(
             self.norms[examples], steps=self.steps - self._recorded[examples], examples=examples
         )
@@ -447,8 +438,7 @@ class NormTracker(OwnLoop):
             self._limits[examples] = self._accountant.charged(norms)
 
     def check_run(self, plan: DPSGDPlan, model: torch.nn.Module, loss: Loss, data: Data) -> None:
-        """Raise ValueError unless this follows a run of `plan` that trains `model` by `loss` on
-        `data`.
+        """Raise unless this follows a run of `plan` that trains `model` by `loss` on `data`.
 
         Of a data set that is not the run's own 64 items are compared, their targets only where a
         transform draws at random, which an exact account refuses.
@@ -475,17 +465,14 @@ class NormTracker(OwnLoop):
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from a `state_dict` of a tracker with the same options; ValueError names what
-        differs.
-        """
+        """Go on from a `state_dict` of a tracker with the same options; else a ValueError."""
         if (options := _checks.entry(state, "options")) != self._options():
             raise ValueError(f"state must be of a tracker with {self._options()}, got {options}")
         norms = _checks.tensor_entry(state, "norms")
         if norms.shape != self.norms.shape or norms.dtype != self.norms.dtype:
             raise ValueError(
                 f"state must hold norms of shape {tuple(self.norms.shape)} and {self.norms.dtype}, "
-                "got "
-                f"{tuple(norms.shape)} and {norms.dtype}"
+                f"got {tuple(norms.shape)} and {norms.dtype}"
             )
         steps, passes = (
             _checks.whole_number(name, _checks.entry(state, name), 0) for name in ("step", "passes")
@@ -538,8 +525,7 @@ def tracker_of(
     elif filter is not None and (not track.exact):
         raise ValueError(
             "track must have clipping='individual' and running=False beside a filter, which must "
-            "know what is charged, "
-            f"got clipping={track.clipping!r} and running={track.running!r}"
+            f"know what is charged, got clipping={track.clipping!r} and running={track.running!r}"
         )
     return NormTracker.for_plan(
         plan, model, loss, data, budget=filter, performance=performance, **vars(track)

@@ -34,7 +34,8 @@ def test_a_history_at_one_level_costs_what_the_run_costs(rate, noises, steps, de
         assert exact * (1 - 2e-4) <= epsilon <= exact * 1.002 + 1e-6
 
 
-@pytest.mark.parametrize("noise", [0.1, pytest.param(0.03, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [0.1, 0.03])
 def test_histories_with_little_noise_have_the_epsilon_of_their_run(noise):
     """Where the grid of epsilons was longer than 745, the exponential of its lower part was 0, and
     so was epsilon.

@@ -142,6 +142,7 @@ def test_laplace_noise_and_guarantees_have_their_closed_forms(scale):
     )
 
 
+@pytest.mark.slow
 def test_a_full_batch_at_little_noise_beside_sampled_steps_stays_on_the_grid():
     # Its losses reach so far below zero that 1 - q + q e^u would be 0 for q = 1.
     items = [SampledGaussian(0.01, 0.6, 1), SampledGaussian(1.0, 0.6, 3)]
@@ -218,6 +219,7 @@ def test_more_kinds_than_few_stay_a_bound_with_a_coarser_grid(monkeypatch):
     assert fine * (1 - 1e-4) <= again.epsilon(1e-5) <= fine * (1 + 3e-3)
 
 
+@pytest.mark.slow
 def test_mu_lies_above_the_whole_curve_and_its_regret_is_the_gap():
     found = TWO.mu(least=1e-8)
     for epsilon in (0.0, 0.3, 1.0, 2.0, 3.0):
@@ -397,3 +399,10 @@ def test_selection_of_pure_mechanisms_is_three_times_one():
 def test_what_is_wrong_is_refused_by_name(wrong, name):
     with pytest.raises(ValueError, match=name):
         wrong()
+
+
+def test_what_is_not_as_usual_shows_in_the_ledger_itself():
+    entry = LedgerEntry(Gaussian(20.0), relation="zero-out", unit="patient")
+    ledger = Ledger([SampledGaussian(0.01, 1.0, 500), entry])
+    assert repr(ledger).endswith("replaced=2.0), relation='zero-out', unit='patient')])")
+    assert repr(ledger).count("LedgerEntry") == 1

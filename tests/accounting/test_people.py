@@ -238,7 +238,7 @@ def test_replacement_is_never_above_removing_and_adding_and_counts_each_kind():
     assert Ledger([little]).epsilon(DELTA) < alone(little) < 8 * Ledger([little]).epsilon(DELTA)
 
 
-def test_the_relation_is_in_the_statement_and_in_json_and_a_ledger_keeps_its_own_when_another_is_added():
+def test_statement_and_json_name_the_relation_and_a_ledger_keeps_its_own_when_another_is_added():
     ledger = Ledger([Gaussian(8.0, replaced=1.5)], relation="replace")
     assert "replaces" in ledger.statement() and Ledger.from_json(
         ledger.to_json()
@@ -376,6 +376,7 @@ def test_a_plan_of_different_rates_and_norms_promises_each_its_own():
         Ledger().add(floats)
 
 
+@pytest.mark.slow
 def test_histories_of_two_trainings_and_a_release_make_one_statement():
     data = torch.randn(40, 2, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 2
     plan = DPSGDPlan(

@@ -489,7 +489,7 @@ def audited(inside, outside):
 
 
 @pytest.mark.slow
-def test_an_audit_with_canaries_that_adapt_stays_below_the_promise_and_catches_a_filter_that_is_not_heeded():
+def test_an_audit_with_adaptive_canaries_stays_below_the_promise_and_catches_an_ignored_filter():
     inside, outside, filter = moved(20)
     promise = float(filter.epsilon(DELTA)[0])
     assert audited(inside, outside) <= promise < 1.2

@@ -94,9 +94,13 @@ def test_embeddings_with_padding_and_with_positions_of_the_whole_batch_are_right
 def test_convolutions_over_images_that_lie_by_channel_are_right(inside, mode):
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), *([models.MaxPool2d(2, stride=1)] if inside else []),
-        nn.Conv2d(4, 3, 3, stride=2), nn.Flatten(), nn.LazyLinear(3),
-    )  # fmt: skip
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.Tanh(),
+        *([models.MaxPool2d(2, stride=1)] if inside else []),
+        nn.Conv2d(4, 3, 3, stride=2),
+        nn.Flatten(),
+        nn.LazyLinear(3),
+    )
     x = torch.randn(N, 2, 7, 7).contiguous(memory_format=torch.channels_last)
     model(x)
     if not inside:

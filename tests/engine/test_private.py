@@ -752,8 +752,7 @@ def test_the_engine_states_what_its_plan_would(method):
     said = engine.statement()
     assert said.startswith(
         "Neighbours differ in one example, whose gradients are zero in one of them (zero-out; the "
-        "number of examples, "
-        "60, is public, and so is the divisor 15); Poisson sampling at rate 0."
+        "number of examples, 60, is public, and so is the divisor 15); Poisson sampling at rate 0."
     )
     assert ("rate 0.25, " in said) == (method == "scale") and ("clip norm 0.5," in said) == (
         method == "sample"

@@ -758,14 +758,14 @@ def test_a_batched_gradient_that_the_framework_gets_wrong_is_refused():
     x, y = torch.randn(9, 1, 3, 3).double(), torch.arange(9) % 3
     for method in clipping.METHODS:
         try:
-            used = clipping.resolve_method(model, clipping.cross_entropy, x, y, method)
+            used = clipping.resolve_method(model, cross_entropy, x, y, method)
         except ValueError:
             continue
-        found = clipping.gradient_norms(model, clipping.cross_entropy, x, y, method=used)
+        found = clipping.gradient_norms(model, cross_entropy, x, y, method=used)
         alone = torch.cat(
             [
                 clipping.gradient_norms(
-                    model, clipping.cross_entropy, x[i : i + 1], y[i : i + 1], method=used
+                    model, cross_entropy, x[i : i + 1], y[i : i + 1], method=used
                 )
                 for i in range(9)
             ]

@@ -129,7 +129,7 @@ def test_blocks_do_not_change_the_norms(monkeypatch):
     torch.testing.assert_close(gradient_norms(model, cross_entropy, x, y, method="mixed"), whole)
 
 
-def test_norms_are_not_too_small_where_the_gradient_lies_almost_in_what_the_standardisation_takes_away():
+def test_norms_are_not_too_small_where_the_standardisation_takes_away_almost_all_of_the_gradient():
     """In float32 the difference of two squares would lose all of it, and a norm must not come out
     too small.
     """

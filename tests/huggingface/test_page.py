@@ -29,6 +29,7 @@ def plan_and_scaler(names):
     return 3.0 < names["ledger"].epsilon(1e-4) < 3.5 and abs(float(names["scaled"].mean())) < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, persons", [("classifier_with_budgets", 31), ("language_model_with_a_filter", 21)]
 )

@@ -165,6 +165,7 @@ def test_scale_and_shares_keep_their_budgets(tmp_path):
     assert epsilons.tolist() == [1.0, 3.0] and counts.tolist() == [12, 12]
 
 
+@pytest.mark.slow
 def test_pieces_for_memory_change_no_draw_and_no_step(tmp_path):
     found = []
     for size, accumulated in ((6, 1), (2, 3)):
@@ -218,6 +219,7 @@ def test_a_run_that_goes_on_ends_where_it_would_have_ended(tmp_path):
     assert torch.equal(whole.epsilons(), again.epsilons()) and len(whole.epsilons().unique()) > 2
 
 
+@pytest.mark.slow
 def test_without_a_seed_keys_lie_in_the_checkpoint_until_the_run_ends(tmp_path):
     cut = trainer_of(
         tmp_path, lora=True, privacy={"seed": None}, given={"callbacks": [Interrupt()]}, **LONG
@@ -235,6 +237,7 @@ def test_without_a_seed_keys_lie_in_the_checkpoint_until_the_run_ends(tmp_path):
     assert all(torch.equal(p, found[1][key]) for key, p in found[0].items())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_or_of_a_plain_trainer_is_refused(tmp_path):
     options = dict(save_strategy="steps", save_steps=1, max_steps=2)
     trainer_of(tmp_path, lora=True, **options).train()

@@ -97,7 +97,7 @@ def test_runs_keep_the_bound_against_the_base_set_and_twice_the_bound_against_ea
     assert apart.max() < empirical_sensitivity(weights)
 
 
-def test_beyond_the_condition_of_the_theorem_two_runs_drift_apart_and_the_learning_rate_is_refused():
+def test_beyond_the_theorems_condition_two_runs_drift_apart_and_the_learning_rate_is_refused():
     """f(w) = w^2 / 2 has smoothness 1 and is Lipschitz where |w| <= L: at eta above 2 a step
     stretches differences.
     """
@@ -160,7 +160,7 @@ def test_without_a_smoothness_the_condition_is_that_of_logistic_and_softmax_regr
     assert sgd_sensitivity(learning_rate=1.001 * most, smoothness=0.9 * smoothness, **given) > 0
 
 
-def test_the_learning_rates_of_the_experiments_meet_the_condition_for_two_classes_and_rows_of_norm_1():
+def test_the_experiments_learning_rates_meet_the_condition_for_two_classes_and_rows_of_norm_1():
     tasks = [
         task
         for name in experiments.names()

@@ -432,7 +432,7 @@ def hockey_sticks(epsilons, chances, without, with_x, rate, noise):
     ]
 
 
-def test_corollary_3_1_holds_on_ten_thousand_instances_and_the_form_with_inverted_exponents_does_not():
+def test_corollary_3_1_holds_on_ten_thousand_instances_and_its_form_with_inverted_exponents_fails():
     corrected = inverted = 0
     for seed, (p, delta) in enumerate(
         [

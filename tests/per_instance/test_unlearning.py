@@ -44,7 +44,7 @@ def test_whatever_is_decided_the_model_stays_within_the_budget_of_retraining(mov
         )
 
 
-def test_the_first_request_needs_one_divergence_and_each_request_without_retraining_doubles_the_order():
+def test_the_first_request_needs_one_divergence_and_each_without_retraining_doubles_the_order():
     asked = []
     naive_unlearning(lambda t, a: asked.append((t, a)) or 0.0, requests=3, order=3, budget=1.0)
     assert asked == [(1, 3), (2, 5), (1, 6), (3, 5), (2, 11), (1, 12)]

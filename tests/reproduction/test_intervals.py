@@ -151,6 +151,7 @@ def test_the_interval_of_a_rank_correlation_of_ten_groups_covers_it():
     assert coverage(draw, 6 / math.pi * math.asin(rho / 2)) == pytest.approx(0.95, abs=0.03)
 
 
+@pytest.mark.slow
 def test_pearson_over_examples_covers_it_and_is_the_same_every_time():
     def draw(random):
         x = random.normal(size=150)

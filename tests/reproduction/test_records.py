@@ -241,12 +241,14 @@ import os, sys
 import numpy as np
 os.getpid = lambda: 1
 from dpcompanion.reproduction import provenance, records, storage
-base = records.make("idp-sgd/table-5", "paper", {}, config={}, made_with={"versions": {}, "commit": None})
+made_with = {"versions": {}, "commit": None}
+base = records.make("idp-sgd/table-5", "paper", {}, config={}, made_with=made_with)
 import dataclasses
 for i in range(40):
     number = 1000 * int(sys.argv[2]) + i
-    path = records.write(dataclasses.replace(base, values={"number": number}, arrays={"a": np.full(50, number)}),
-                         sys.argv[1])
+    arrays = {"a": np.full(50, number)}
+    record = dataclasses.replace(base, values={"number": number}, arrays=arrays)
+    path = records.write(record, sys.argv[1])
     found = records.read(path)
     assert (found.arrays["a"] == found.values["number"]).all()
 """

@@ -388,7 +388,8 @@ def test_a_place_is_found_by_heading_first_and_by_code_else(tmp_path):
     (tmp_path / "papers" / "individual-accounting.md").write_text(
         "# A chapter\n\n```{code-cell} ipython3\n# Table 3 in a comment\n"
         'run("individual-accounting/table-3")\n```\n\n'
-        '## What it costs\n\n```{code-cell} ipython3\ncompare("individual-accounting/table-1")\n```\n\n'
+        "## What it costs\n\n```{code-cell} ipython3\n"
+        'compare("individual-accounting/table-1")\n```\n\n'
         "## Figures 7 and 8, Table 3: more\n",
         encoding="utf-8",
     )

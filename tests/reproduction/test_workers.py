@@ -107,6 +107,7 @@ def test_a_piece_that_kills_every_worker_is_given_up(tmp_path):
     assert starts(tmp_path)[0]["seed-2"] == 3
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_piece_is_raised_when_the_others_are_done(tmp_path):
     def work(name):
         return 1 / int(name[-1])
@@ -117,6 +118,7 @@ def test_a_mistake_in_a_piece_is_raised_when_the_others_are_done(tmp_path):
         next(found)
 
 
+@pytest.mark.slow
 def test_pieces_within_a_piece_are_done_in_its_own_process(tmp_path):
     def work(name):
         inner = resumable(lambda part: os.getpid(), tmp_path / name, ["a", "b"])

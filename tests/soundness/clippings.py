@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpcompanion.gradients import clipping
+from dpcompanion.gradients import clipping, cross_entropy
 
 CLASSES = 3
 
@@ -207,7 +207,7 @@ def oracle(model, x, y, jitter=0.0):
     parameters = [p for p in model.parameters() if p.requires_grad]
     rows = []
     for i in range(len(x)):
-        loss = clipping.cross_entropy(model(x[i : i + 1].clone()), y[i : i + 1]).sum()
+        loss = cross_entropy(model(x[i : i + 1].clone()), y[i : i + 1]).sum()
         found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
         rows.append(torch.cat([g.flatten().double() for g in found]))
     return torch.stack(rows)
@@ -254,8 +254,8 @@ def tried(seed):
     untouched = copy.deepcopy(model)
     limits = 10 ** (2 * torch.rand(n, dtype=torch.float64) - 2)
     try:
-        method = clipping.resolve_method(model, clipping.cross_entropy, x, y, method)
-        found = clipping.clipped_sum(model, clipping.cross_entropy, x, y, limits, method=method)
+        method = clipping.resolve_method(model, cross_entropy, x, y, method)
+        found = clipping.clipped_sum(model, cross_entropy, x, y, limits, method=method)
     except ValueError:
         return []
     if mixed and method != "func":  # which puts each example through the network alone

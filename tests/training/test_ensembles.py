@@ -399,6 +399,7 @@ def test_a_callback_may_change_each_runs_learning_rate_and_report_epochs():
     assert ensemble.learning_rate.tolist() == pytest.approx([0.5**26, 0.5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_that_a_callback_ends_stays_as_it_was_and_the_others_go_on_as_if_alone(workers):
     def stop(ensemble):

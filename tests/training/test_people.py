@@ -330,7 +330,7 @@ def audited(data, n_units, steps=4):
     return bound(best, slice(half, 2 * half)), plan.epsilon()
 
 
-def test_an_attack_on_persons_with_ten_rows_stays_below_their_epsilon_where_rows_as_examples_break_it():
+def test_an_attack_on_persons_with_ten_rows_stays_below_their_epsilon_that_rows_as_examples_break():
     people = torch.arange(12_000).repeat(10)
     rows = people, (people % 2).double()
     found, claimed = audited(by_person(*rows, people, at_most=10), 12_000)

@@ -1,3 +1,1 @@
-"""The exhibits of each paper: `printed.toml`, and a module for each group of them. No paper imports
-another.
-"""
+"""Each paper's exhibits: `printed.toml`, and a module for each group. No paper imports another."""

@@ -35,8 +35,7 @@ def _all(config: Any) -> dict[str, Any]:
 
 
 class Trace:
-    """What a run sees along its way, lists of tensors by name, and its seconds: kept with its
-    state.
+    """What a run sees along its way, lists of tensors by name, and its seconds, with its state.
 
     >>> trace = Trace("norms")
     >>> trace["norms"].append(1.5)
@@ -55,9 +54,7 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """How long the run took so far, in all processes that worked at it, up to their last
-        state.
-        """
+        """How long the run took so far, in all processes of it, up to their last state."""
         return self._before + time.perf_counter() - self._since
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,8 +70,7 @@ class Trace:
 
 
 def within_the_piece(**stateful: Any) -> Checkpoint | None:
-    """Where the piece that is being worked at keeps its run after every epoch, these objects' state
-    included.
+    """Where the piece at work keeps its run after every epoch, these objects' state included.
 
     None for a run that is no piece on the disk: a short one.
     """

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from dpcompanion import data, release
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.papers.common import rank
 from dpcompanion.training import cross_entropy, models
+from dpcompanion.training.tracking import NormTracker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +175,32 @@ def outcome(model, loss, x, y):
     return loss(outputs, y), outputs.argmax(1) == y
 
 
+def trackers_of(task, plan, model, loss, data, chosen, *, running=False, **options):
+    """A tracker of all examples, which are measured as the task says; and, if some are `chosen`,
+    one of these, measured at every step.
+    """
+    trackers = [
+        NormTracker.for_plan(
+            plan,
+            model,
+            loss,
+            data,
+            running=running,
+            updates_per_epoch=task.refreshes,
+            clipping=task.clipping,
+            **options,
+        )
+    ]
+    if len(chosen):
+        some = tuple(part[chosen.to(part.device)] for part in data)
+        trackers.append(
+            NormTracker.for_plan(
+                plan, model, loss, some, updates_per_epoch=math.inf, examples=chosen, **options
+            )
+        )
+    return trackers
+
+
 WORST = 0.99  # an epsilon from this share of the worst case on has reached it
 
 
@@ -244,13 +272,12 @@ def against_uniform(epsilons, limit):
     """
     above = [str(name) for name, epsilon in epsilons.items() if epsilon > limit]
     which = f" ({', '.join(above)})" if above else ""
-    return f"uniform epsilon {limit:.2f} by PLD; above it: {len(above) or 'none'} of {len(epsilons)}{which}"
+    count = f"{len(above) or 'none'} of {len(epsilons)}"
+    return f"uniform epsilon {limit:.2f} by PLD; above it: {count}{which}"
 
 
 def falls(shares):
-    """Whether shares (intervals) fall one after the other, from more than half to less than a
-    tenth.
-    """
+    """Whether shares (intervals) fall in turn, from more than half to less than a tenth."""
     return intervals.every(
         shares[0].above(0.5),
         shares[-1].below(0.1),
@@ -275,9 +302,7 @@ STABLE = {"epochs": 30, "learning_rate": 0.02}
 
 
 def overfitted(task, config, seed, device):
-    """Accuracies, and losses of training and test examples, after plain SGD: shuffled, with
-    momentum 0.9.
-    """
+    """Accuracies, and losses of training and test examples, after plain SGD with momentum 0.9."""
     found, loss = examples(task.data, task.dtype), LOSSES[task.loss]
     model, x, y = build(task.model, found, seed).to(device), found.x.to(device), found.y.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate, momentum=0.9)

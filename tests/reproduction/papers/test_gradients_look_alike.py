@@ -19,7 +19,7 @@ from dpcompanion.per_instance import (
 )
 from dpcompanion.reproduction import experiments, published, runs
 from dpcompanion.reproduction.papers import gradients_look_alike as g
-from dpcompanion.reproduction.papers.gradients_look_alike import chain
+from dpcompanion.reproduction.papers.gradients_look_alike import chain, compositions
 from dpcompanion.reproduction.runs import Run
 from dpcompanion.training import DPSGDPlan, cross_entropy, gradient_norms, models, train_ensemble
 
@@ -463,7 +463,7 @@ def test_without_learning_a_points_own_epsilon_is_that_of_its_one_norm(run):
     assert float(values["still.exact"][0]) > truth
 
 
-def test_the_recorded_epsilons_by_the_loss_lie_within_their_intervals_and_below_the_uniform_epsilon():
+def test_recorded_epsilons_by_the_loss_lie_within_their_intervals_and_below_the_uniform_epsilon():
     record = experiments.get("gradients-look-alike/own-epsilon").record("paper")
     for name in record.config["tasks"]:
         low, estimate, high, bound, exact, loose = (
@@ -505,3 +505,18 @@ def test_the_chains_truth_lies_below_every_bound_and_tilted_runs_find_it(directi
     assert truth < min(
         chain.worst_case(direction), *(chain.by_holder(direction, p) for p in (2, 12))
     )
+
+
+def test_a_rule_that_adds_up_divergences_breaks_fact_5_2_and_the_papers_does_not(monkeypatch):
+    assert compositions.largest_divergence(100, order=2, budget=0.1)[0] <= 1
+
+    def added(divergence, *, requests, order, budget):
+        spent = 0.0
+        for request in range(1, requests + 1):
+            spent += divergence(request, order)
+            keep = spent <= budget
+            yield types.SimpleNamespace(request=request, keep=keep)
+            spent *= keep
+
+    monkeypatch.setattr(compositions, "naive_unlearning", added)
+    assert compositions.largest_divergence(100, order=2, budget=0.1)[0] > 2

@@ -180,7 +180,7 @@ def test_the_trials_side_by_side_are_those_of_the_trainer():
 
 
 @pytest.mark.slow
-def test_larger_tasks_are_named_where_there_is_no_gpu_and_trained_with_each_methods_own_hyperparameters(
+def test_larger_tasks_are_named_without_a_gpu_and_trained_with_each_methods_hyperparameters(
     tmp_path,
 ):
     config = chapter.Accuracies(TINY, ("dpsgd",), seeds=(0,), larger={"digits": TINY})
@@ -819,9 +819,7 @@ def test_weighted_votes_beat_plain_ones_on_the_small_task(tmp_path):
 
 
 @pytest.mark.slow
-def test_networks_as_teachers_learn_their_own_part_and_each_kind_of_student_takes_its_number_of_labels(
-    tmp_path,
-):
+def test_networks_as_teachers_learn_their_part_and_each_kind_of_student_takes_its_labels(tmp_path):
     config = pate_students.Teachers(
         training.MNIST_5K,
         4,

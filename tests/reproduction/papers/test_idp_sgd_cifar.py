@@ -135,8 +135,8 @@ def test_a_part_counts_in_its_exhibit_and_is_no_longer_left_to_run(tmp_path):
     assert half.verdicts == "10 match, 1 holds, 8 not run" and half.state == "in part"
     assert half.to_do == (
         "svhn, Table 8 on CIFAR-10, budgets B; one core, about five hours",
-        "dpcompanion run idp-sgd/table-8-cifar10-b --preset paper"
-        " && dpcompanion run idp-sgd/table-8 --preset paper --device cuda",
+        "dpcompanion run idp-sgd/table-8-cifar10-b --preset paper && dpcompanion run "
+        "idp-sgd/table-8 --preset paper --device cuda",
     )
     after = land("table-8-cifar10-b", ("cifar10.B",), ["dpsgd", "B.sample"])
     assert after.verdicts == "12 match, 2 hold, 6 not run" and after.state == "in part"

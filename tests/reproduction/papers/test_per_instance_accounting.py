@@ -1,5 +1,5 @@
-"""Exhibits of the first version of Yu et al., on a few hundred digits;
-what running estimates hide, against sampling."""
+"""Exhibits of the first version of Yu et al., on a few hundred digits; what running estimates hide,
+against sampling."""
 
 import dataclasses
 import math

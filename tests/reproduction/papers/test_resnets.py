@@ -85,7 +85,7 @@ SHORTENED = [
     for part in published.exhibits(ours=True)
     if part.shortened and part.paper != "idp-sgd"
 ]
-#: What those of Yu et al. 2022 change: they have shorter batches too, so that there are steps enough.
+#: What those of Yu et al. 2022 change: their batches are shorter too, so that steps are enough.
 CHANGED = {
     "batch_size",
     "epochs",

@@ -218,9 +218,7 @@ def scheduled(norms, plan):
 
 
 def _epsilon_of(losses, densities, task, plan, direction, uniform):
-    """`loss_epsilon` of one direction, at 95% for both together; no epsilon above the `uniform`
-    one.
-    """
+    """`loss_epsilon` of one direction, at 95% for both together; none above the `uniform` one."""
     laws = task.laws if direction == "remove" else [(order, 0.0) for order in task.orders_add]
     step = {"sample_rate": plan.sample_rate, "noise_std": plan.noise_std, "direction": direction}
 
@@ -273,8 +271,7 @@ def _epsilon_of(losses, densities, task, plan, direction, uniform):
     ),
 )
 def own_epsilon(config, run):
-    """Epsilon of single test points, were they in the training set, by several accounts of the same
-    runs.
+    """Epsilon of single test points, if in the training set, by several accounts of the same runs.
 
     For each task, (points,): `{direction}.estimate`, `.low`, `.high` and `.upper_bound` of
     `loss_epsilon`, and the same without a direction for the larger of both (95% confidence for both
@@ -343,12 +340,17 @@ def own_epsilon(config, run):
         values |= {
             f"{name}.{key}": one for key, one in zip(("exact", "exact_low", "exact_high"), exact)
         }
-        loose = theorem_3_3(ordinary, plan, task.moments)
-        schedules = [scheduled(ordinary[..., k], plan) for k in range(task.points)]
-        values |= {
-            f"{name}.theorem_3_3": rdp_to_epsilon(loose, task.moments, task.delta)[0],
-            f"{name}.norm": ordinary.mean((0, 1)),
-            f"{name}.schedule": [epsilon for epsilon, _ in schedules],
-            f"{name}.clipped": [share for _, share in schedules],
-        }
+        values |= {f"{name}.{key}": one for key, one in _by_norms(ordinary, task, plan).items()}
     return values
+
+
+def _by_norms(norms, task, plan):
+    """What the points' norms along ordinary runs, (runs, steps, points), say of their epsilons."""
+    loose = theorem_3_3(norms, plan, task.moments)
+    schedules = [scheduled(norms[..., k], plan) for k in range(task.points)]
+    return {
+        "theorem_3_3": rdp_to_epsilon(loose, task.moments, task.delta)[0],
+        "norm": norms.mean((0, 1)),
+        "schedule": [epsilon for epsilon, _ in schedules],
+        "clipped": [share for _, share in schedules],
+    }

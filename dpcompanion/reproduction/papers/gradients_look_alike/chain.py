@@ -57,9 +57,7 @@ def worst_case(direction, order=ORDER):
 
 
 def states(direction, count=400):
-    """States before each step, (steps, count), that each stand for the same share of ordinary
-    runs.
-    """
+    """States before each step, (steps, count), each for the same share of ordinary runs."""
     line, with_x, without = kernels()
     step, width = (with_x if direction == "remove" else without), float(line[1] - line[0])
     density, found = torch.zeros(len(line), dtype=torch.float64), []

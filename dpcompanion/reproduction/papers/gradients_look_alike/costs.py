@@ -71,9 +71,7 @@ FIGURE_1_QUICK = Compositions({"eps 10": DIGITS, "eps 1": varied(DIGITS, epsilon
 
 
 def tilted_norms(task, order, point, seed, run):
-    """Clipped norms of a training point's gradients along one tilted run with it ("remove"),
-    (steps,).
-    """
+    """Clipped norms of a point's gradients along one tilted run with it ("remove"), (steps,)."""
     x, y = inputs_of(task.data, task.model, "train", run)
     plan, norms = plan_of(task, len(y)), []
     others = torch.ones(1, len(y), dtype=torch.bool)
@@ -113,9 +111,7 @@ def tilted_norms(task, order, point, seed, run):
 
 
 def kept_norms(task, order, points, runs, run):
-    """`tilted_norms` of every point, (steps, runs, points), kept in the data folder, each run as it
-    ends.
-    """
+    """`tilted_norms` of every point, (steps, runs, points), kept in the data folder as runs end."""
     pieces = {
         f"point-{point}.seed-{seed}": (point, seed) for seed in range(runs) for point in points
     }
@@ -238,8 +234,7 @@ def figure_1(config, run):
 def _first_step_dearer(record):
     for name, direction, row in _rows(record):
         mean, low = record.values[f"{row}.first"], record.values[f"{row}.first_p10"]
-        # Nine points in ten of those seen lie at the 10th percentile or above, and none lies below
-        # 0.
+        # Nine points in ten of those seen lie at the 10th percentile or above, none below 0.
         n = points_of(record, name)
         share = intervals.Interval(
             mean, low * intervals.share(math.floor(0.9 * n), n).low, math.inf
@@ -260,10 +255,8 @@ def _falls_well_below(record):
 )
 def _long_tail(record):
     for name, direction, row in _rows(record):
-        low, mean = (
-            _low_end(record, row),
-            mean_of(record.values[f"{row}.last"], points_of(record, name)),
-        )
+        low = _low_end(record, row)
+        mean = mean_of(record.values[f"{row}.last"], points_of(record, name))
         yield (
             f"{name}, {direction}",
             f"{low.estimate:.0e} of {mean.estimate:.2f}",
@@ -357,9 +350,7 @@ class Intervals(Watch):
     paper=Intervals({"eps 10": MNIST}),
 )
 def figure_5(config, run):
-    """Contributions of the steps for single training points, with 95% bootstrap intervals over the
-    runs.
-    """
+    """Contributions of steps for single training points, with 95% bootstrap intervals over runs."""
     ((name, task),) = config.tasks.items()
     found = watched(task, run)
     baseline = divergence(task.max_grad_norm, found.plan, config.order)

@@ -55,24 +55,19 @@ def clipped_gradients(model, x, y, limit):
 
 
 def coordinates(vectors):
-    """Coordinates of few long vectors in the space that they span: all inner products stay, (n,
-    n).
-    """
+    """Coordinates of few long vectors in the space they span: all inner products stay, (n, n)."""
     values, directions = torch.linalg.eigh(vectors @ vectors.T)
     return directions * values.clamp(min=0).sqrt()
 
 
 def mean_update_bounds(sums, sizes, gradients, *, sample_rate, noise_std, order, tuples, generator):
-    """Divergences of one step with the mean of clipped gradients, for each of the points with these
-    gradients.
+    """Divergences of one step with the mean of clipped gradients, for points with these gradients.
 
     Returns:
         {"remove", "add": theorem 3.6 for either direction, from batches that the point enters with
-        its rate; "alone":
-        the same where it enters none, so for X = X'; "coupled": ours; "sensitivity": how far the
-        point moves the
-        update, on average}, each (points,).
-        Theorem 3.6 and ours are estimates.
+        its rate; "alone": the same where it enters none, so for X = X'; "coupled": ours;
+        "sensitivity": how far the point moves the update, on average}, each (points,). Theorem 3.6
+        and ours are estimates.
     """
     sizes, points = sizes.double()[:, None], len(gradients)
     flat = coordinates(torch.cat((sums, gradients)))
@@ -101,8 +96,7 @@ def mean_update_bounds(sums, sizes, gradients, *, sample_rate, noise_std, order,
 
 
 def mean_update_bound(norms, plan, order):
-    """A bound, not an estimate, on one step with the mean, from the clipped norms of the points
-    alone: (points,).
+    """A bound, not an estimate, on one step with the mean, by the clipped norms alone: (points,).
 
     A point with a gradient of length g moves the mean of a batch of k by at most (g + C) / (k + 1),
     and by g where the batch is empty; k is binomial. So the coupled bound can be computed without a
@@ -226,9 +220,7 @@ def _each_mean(record):
 
 
 def _median_of(record, name, stage, size, key, over=None):
-    """The interval of the median over points of a bound, or of its ratio to another one's,
-    paired.
-    """
+    """The interval of the median over points of a bound, or its ratio to another one's, paired."""
     row = f"{name}.{stage}.batch"
     values = record.arrays[f"{row} {size}.{key}"].astype(np.float64)
     if over is not None:

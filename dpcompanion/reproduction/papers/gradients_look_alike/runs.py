@@ -23,9 +23,7 @@ ORDERS = (1.25, 1.5, 1.75, 2, 2.2, 2.4, 2.6, 2.8, 3, 3.5, 4, 5, 6, 8, 10, 12, 16
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Runs of DP-SGD on one data set, from one initialisation, and how often to look at how many
-    points.
-    """
+    """Runs of DP-SGD on one data set, from one start, and how often to look at how many points."""
 
     data: str
     model: str
@@ -55,7 +53,7 @@ CIFAR10 = Task(
     runs=10,
     points=500,
 )
-DIGITS = Task("mnist-5k", "lenet5", learning_rate=1.0, runs=3, points=60, stops=31)
+DIGITS = Task("mnist-5k", "lenet5", learning_rate=1.0, runs=2, points=60, stops=31)
 PLAIN_DIGITS = dataclasses.replace(DIGITS, model="softmax", runs=1)
 
 
@@ -85,9 +83,7 @@ MODELS = {
 
 
 def inputs_of(name, model, split, run):
-    """Features and labels as the network wants them: normalised, LeNet-5's digits scaled to 32 x
-    32.
-    """
+    """Features and labels as the network wants them: normalised, LeNet-5's digits at 32 x 32."""
     found = run.load(name, split=split).normalized()
     features = found.features
     if model == "lenet5":
@@ -96,9 +92,7 @@ def inputs_of(name, model, split, run):
 
 
 def plan_of(task, examples):
-    """The plan that spends the task's epsilon, by RDP (add or remove one example, Poisson
-    sampling).
-    """
+    """The plan that spends the task's epsilon, by RDP (add or remove, Poisson sampling)."""
     rate = task.batch_size / examples
     return DPSGDPlan.for_epsilon(
         task.epsilon,
@@ -112,9 +106,7 @@ def plan_of(task, examples):
 
 
 def moments(task, steps):
-    """After how many steps the points are looked at: before training, then `stops` times, and
-    halfway.
-    """
+    """After how many steps points are looked at: before training, `stops` times, and halfway."""
     return sorted({round(steps * i / task.stops) for i in range(task.stops + 1)} | {steps // 2})
 
 
@@ -186,9 +178,7 @@ def watch(task, seed, run):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Watched:
-    """The runs of a task: norms and correct (runs, moments, 2 points), weights (runs, stages,
-    parameters).
-    """
+    """A task's norms and correct (runs, moments, 2 points), weights (runs, stages, parameters)."""
 
     plan: DPSGDPlan
     moments: list
@@ -348,8 +338,7 @@ def mean_of(share, n):
 
 
 def stages_of(found, order):
-    """The cost of one step over the data-independent one, and who is classified correctly, (stages,
-    points).
+    """The cost of one step over the data-independent one, and who is correct, (stages, points).
 
     At the stages of the first run, by theorem 3.2 at `order`.
     """

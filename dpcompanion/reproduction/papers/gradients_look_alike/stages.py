@@ -53,9 +53,7 @@ FIGURE_2_QUICK = Watch(
 
 @experiment("gradients-look-alike/figure-2", quick=FIGURE_2_QUICK, paper=FIGURE_2)
 def figure_2(config, run):
-    """Costs of one step over the data-independent one, quantiles over points at three stages, and
-    its epsilon.
-    """
+    """A step's costs over the data-independent one: quantiles at three stages, and its epsilon."""
     values, arrays = {}, {}
     quantiles = torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9], dtype=torch.float64)
     for name, task in config.tasks.items():
@@ -90,9 +88,7 @@ def _tail_at_the_end(record):
 
 
 def correct_and_not(found, order):
-    """{stage: {"correct" or "incorrect": (points, mean share, median share, mean epsilon of the
-    step)}}.
-    """
+    """{stage: {"correct" or "incorrect": (points, mean share, median share, mean epsilon)}}."""
     share, correct = stages_of(found, order)
     epsilon = step_epsilon(found.norms[0, found.stages], found.plan)
     table = {}

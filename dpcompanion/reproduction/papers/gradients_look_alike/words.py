@@ -17,9 +17,7 @@ def uniform_epsilon(record, name):
 
 
 def every(chapter, exhibit):
-    """(kind, record) of an exhibit: of digits, of ResNet-20 on CIFAR-10 where there is one, and
-    live.
-    """
+    """(kind, record) of an exhibit: of digits, ResNet-20 on CIFAR-10 if any, and live."""
     part = chapter.recorded(f"{exhibit}-resnet20")
     return sorted(
         [*chapter.both(exhibit).items(), *([("recorded", part)] if part else [])],

@@ -1,8 +1,8 @@
 """Exhibits of Boenisch et al. 2023, "Have it your way".
 
-What the paper does not spell out and its numbers show: an epoch has
-ceil(N / B) steps, the sample rate is q = 1 / ceil(N / B), and an account
-covers T = epochs ceil(N / B) steps.  Epsilon is by RDP, at delta 1e-5.
+What the paper does not spell out and its numbers show: an epoch has ceil(N / B) steps, the sample
+rate is q = 1 / ceil(N / B), and an account covers T = epochs ceil(N / B) steps.  Epsilon is by RDP,
+at delta 1e-5.
 """
 
 from dpcompanion.reproduction.papers.idp_sgd import (

@@ -168,9 +168,7 @@ def table_6(config, run):
 
 @experiment("idp-sgd/figure-4", quick=Accounts(), paper=Accounts())
 def figure_4(config, run):
-    """What each group has spent after every fourth epoch on MNIST (B): `sample` and `scale`,
-    (groups, epochs).
-    """
+    """Each group's epsilon every fourth epoch on MNIST (B): `sample`, `scale`, (groups, epochs)."""
     training, shares = config.training["mnist"], config.groups["B"]
     epochs = list(range(4, training.epochs + 1, 4))
     values: dict[str, Any] = {"epochs": epochs}
@@ -218,9 +216,7 @@ class Searches:
 
 
 def _one_by_one(budgets, noise, run_of):
-    """Processor seconds for every group's parameter on its own: (rates at a common noise, noise
-    multipliers).
-    """
+    """Processor seconds of each group's parameter: (rates at common noise, noise multipliers)."""
     started = time.process_time()
     for budget in budgets:
         wanted = {key: value for key, value in run_of.items() if key != "sample_rate"}
@@ -299,9 +295,7 @@ def searched_at_once(record):
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Table 16: how many steps of each method are timed in a turn, and how often they take
-    turns.
-    """
+    """Table 16: how many steps of each method are timed in a turn, and how many turns."""
 
     task: Task
     steps: int

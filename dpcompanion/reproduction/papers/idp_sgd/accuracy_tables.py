@@ -48,9 +48,7 @@ def table_2(config, run):
 
 @experiment("idp-sgd/table-8", paper=_PAPER_TRIALS)
 def table_8(config, run):
-    """Table 2 with the hyperparameters of table 5 for every method: on MNIST these are the same
-    runs.
-    """
+    """Table 2 with the hyperparameters of table 5 for every method: on MNIST the same runs."""
     return with_larger(config, run, lambda task, kind: task)
 
 
@@ -68,9 +66,7 @@ def gain_of(record, one, other):
 
 
 def _on(record):
-    """What a run on CIFAR-10 puts before the names of its methods, which stand beside those of runs
-    on MNIST.
-    """
+    """What a run on CIFAR-10 puts before its methods' names, which stand beside those on MNIST."""
     return "CIFAR-10, " if record.config.get("task", {}).get("data") == "cifar10" else ""
 
 
@@ -155,9 +151,7 @@ def table_d7(config, run):
 
 @dataclasses.dataclass(frozen=True)
 class TextTask(Task):
-    """A task on texts: how many tokens are read, torch's optimizer, and the budgets of the
-    groups.
-    """
+    """A task on texts: how many tokens are read, torch's optimizer, and the groups' budgets."""
 
     length: int = 20
     optimizer: str = "SGD"
@@ -185,9 +179,7 @@ def texts(task, run):
 
 
 def text_trial(task, found, kind, seed, config, run):
-    """Test accuracy after each epoch of one run. Runs of one seed share groups, first weights and
-    random streams.
-    """
+    """Test accuracy after each epoch of a run. Runs of a seed share groups, weights and streams."""
     plan = plan_of(
         kind,
         assign(len(found.labels), config.groups, seed),
@@ -200,10 +192,8 @@ def text_trial(task, found, kind, seed, config, run):
     optimizer = getattr(torch.optim, task.optimizer)(
         model.parameters(), lr=task.learning_rate, **options
     )
-    test_features, test_labels = (
-        found.test_features.to(run.device),
-        found.test_labels.to(run.device),
-    )
+    test_features = found.test_features.to(run.device)
+    test_labels = found.test_labels.to(run.device)
     history = train(
         model,
         cross_entropy,
@@ -242,8 +232,7 @@ def text_trial(task, found, kind, seed, config, run):
     ),
 )
 def table_3(config, run):
-    """The character RNN on surnames and the embedding model on IMDB, at the paper's budgets and
-    distribution A.
+    """The character RNN on surnames and the embedding model on IMDB, at the paper's budgets (A).
 
     The paper prints no hyperparameters for this table. Ours are those of Opacus's examples for the
     two tasks, the same for all methods, but for a shorter clip norm, smaller batches and only four

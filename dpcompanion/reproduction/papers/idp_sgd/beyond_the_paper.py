@@ -32,9 +32,7 @@ class Beyond(Compared):
 
 
 def beyond(config, device="cpu"):
-    """{kind: [outcome for each seed]} for budgets by RDP and by PLD, and for budgets of their
-    own.
-    """
+    """{kind: [outcome for each seed]} for budgets by RDP and PLD, and for budgets of their own."""
     examples = len(problem(config.task).labels)
 
     def plan(kind, seed):
@@ -98,6 +96,8 @@ def audit(
     the attacker sees every step: nobody can do better than their likelihood ratio, whose threshold
     is chosen on one half of the runs and counted on the other. `draws` Poisson draws are joined in
     every step: more than one is the fault of which algorithm 1 knows nothing.
+
+    Many arguments, since they describe the run, the groups and the attack.
     """
     training = Training(round(1000), round(1000 * sample_rate), 1, 1.0)
     training = dataclasses.replace(training, epochs=steps * training.batch // training.examples)
@@ -130,8 +130,7 @@ def audit(
     bounds = []
     for p in range(len(budgets)):
         inside, outside = ratios[0][:, p], ratios[1][:, p]
-        # Thresholds are judged on the first half; the bound uses the best of them, on the second
-        # half.
+        # Thresholds are judged on the first half; the bound uses the best, on the second half.
         candidates = outside[:half].quantile(torch.linspace(0.5, 0.9995, 60, dtype=torch.float64))
 
         def bound(threshold, part):

@@ -68,17 +68,13 @@ def assignment(config, kind, labels, seed):
 
 
 def kept_trial(config, task, kind, seed, run):
-    """What `training.trial` returns, of a run that goes on from its last whole epoch if it was cut
-    off.
-    """
+    """What `training.trial` returns, of a run that goes on from its last whole epoch if cut off."""
     found = problem(config.task, run)
     method, groups, budgets, strictest = assignment(config, kind, found.labels, seed)
     plan = plan_of(method, groups, budgets, task.training, delta=config.delta)
     model = network(task, seed).to(run.device)
-    test_features, test_labels = (
-        found.test_features.to(run.device),
-        found.test_labels.to(run.device),
-    )
+    test_features = found.test_features.to(run.device)
+    test_labels = found.test_labels.to(run.device)
     own_features, own_labels = (
         part[strictest].to(run.device) for part in (found.features, found.labels)
     )
@@ -127,9 +123,7 @@ def kept_trial(config, task, kind, seed, run):
 
 
 def kept_trials(config, run):
-    """{kind: [what `kept_trial` returns for each seed]}, each kept in the data folder for whatever
-    shares it.
-    """
+    """{kind: [`kept_trial` for each seed]}, each kept in the data folder for whatever shares it."""
     problem(config.task, run)
     tasks = {
         kind: tuned(config.task, kind) if config.tuned else config.task for kind in config.kinds
@@ -194,9 +188,7 @@ _TUNED = dataclasses.replace(_A, tuned=True)
     paper=dataclasses.replace(_TUNED, kinds=("dpsgd", "B.sample", "B.scale")),
 )
 def table_2_cifar10(config, run):
-    """The same with the hyperparameters that table 6 has for each method; DP-SGD is that of table
-    8.
-    """
+    """The same with table 6's hyperparameters for each method; DP-SGD is that of table 8."""
     return accuracies(config, kept_trials(config, run))
 
 
@@ -220,9 +212,7 @@ def _classes(outcomes):
     ),
 )
 def table_10_short(config, run):
-    """Table 10 for some classes: accuracy of the class with another budget, and of the other
-    nine.
-    """
+    """Table 10 for some classes: accuracy of the class with another budget, and of the others."""
     done = kept_trials(config, run)
     same, values = _classes(done.pop("same")), {}
     for kind, each in done.items():

@@ -109,10 +109,8 @@ _MOVES = (
 def own_budget_matters(record):
     for level, sign in (("higher", 1), ("lower", -1)):
         moved = sign * np.array(record.values[f"{level}.own"])
-        gain, gaining = (
-            intervals.mean(moved),
-            intervals.share(int((moved > 1e-9).sum()), len(moved)),
-        )
+        gain = intervals.mean(moved)
+        gaining = intervals.share(int((moved > 1e-9).sum()), len(moved))
         yield (
             level,
             f"{sign * gain.estimate:+.1f} points, {gaining.estimate * len(moved):.0f} of "
@@ -148,8 +146,7 @@ class Levelled(Compared):
 
 
 def level_budgets(config, run):
-    """Budgets for each class that level out the accuracies, and those of every round, (rounds + 1,
-    classes).
+    """Budgets of classes that level out accuracies, and those of each round, (rounds + 1, classes).
 
     Each round trains by Sample and looks at the accuracy on the *training* examples of each class;
     a class that is a point behind the mean has its budget raised by `step`, relatively, and all are
@@ -265,17 +262,13 @@ def gap_narrows(record):
 @finding("idp-sgd/table-11", _CLOSER)
 @finding("idp-sgd/figure-7", _CLOSER, of="idp-sgd/table-11")
 def printed_budgets_narrow_the_gap(record):
-    """Of the budgets that the paper prints, on the data and for the epochs that they were tuned
-    for.
-    """
+    """Of the paper's budgets, on the data and for the epochs that they were tuned for."""
     if record.config["task"]["data"] == "mnist":
         yield from _changes(record, "", "paper.")
 
 
 def _changes(record, prefix, of=""):
-    """How far the gap between classes changes from one budget for all to those of each class, for
-    both methods.
-    """
+    """How the gap between classes changes from one budget to one a class, for both methods."""
     before = record.values[f"{prefix}gap.baseline"]
     for method in ("sample", "scale"):
         after = record.values[f"{prefix}gap.{of}{method}"]

@@ -1,6 +1,4 @@
-"""Beyond the paper: training with the exact filter, beside the Rényi filter and plain DP-SGD at the
-same promise.
-"""
+"""Beyond the paper: the exact filter, the Rényi filter and plain DP-SGD at one promise."""
 
 import dataclasses
 
@@ -70,9 +68,7 @@ class Watched:
 
 
 def make_filter(kind, plan, targets, levels, block):
-    """The "exact" or the "renyi" filter of a plan's run, for the epsilon of each person, one number
-    or (n,).
-    """
+    """The "exact" or "renyi" filter of a plan, for each person's epsilon, a number or (n,)."""
     own = {
         "sample_rate": plan.sample_rate,
         "max_grad_norm": plan.max_grad_norm,
@@ -109,10 +105,8 @@ def trained(task, plan, filter, learning_rate, seed, run):
     found = problem(task, run)
     model = network(task, seed).to(run.device)
     examples = found.features.to(run.device), found.labels.to(run.device)
-    test_features, test_labels = (
-        found.test_features.to(run.device),
-        found.test_labels.to(run.device),
-    )
+    test_features = found.test_features.to(run.device)
+    test_labels = found.test_labels.to(run.device)
     budget, trackers, course = filter and Watched(filter, plan.steps_per_epoch), [], []
     if filter:
         trackers = [
@@ -258,10 +252,8 @@ def exact_filter(config, run):
     """
     pieces = {f"{kind}.seed-{seed}": (kind, seed) for seed in config.seeds for kind in config.kinds}
     problem(config.task, run)
-    done, values = (
-        run.pieces(lambda piece: promised(config, *pieces[piece], run), pieces, label="filters"),
-        {},
-    )
+    done = run.pieces(lambda piece: promised(config, *pieces[piece], run), pieces, label="filters")
+    values = {}
     for kind in config.kinds:
         each = [done[f"{kind}.seed-{seed}"] for seed in config.seeds]
         values |= gathered(each, kind)
@@ -389,10 +381,8 @@ def table_4_exact(config, run):
     """The kinds of table 4, each pass a step."""
     pieces = {f"{kind}.seed-{seed}": (kind, seed) for seed in config.seeds for kind in config.kinds}
     problem(config.task, run)
-    done, values = (
-        run.pieces(lambda piece: again(config, *pieces[piece], run), pieces, label="filters"),
-        {},
-    )
+    done = run.pieces(lambda piece: again(config, *pieces[piece], run), pieces, label="filters")
+    values = {}
     for kind in config.kinds:
         values |= gathered([done[f"{kind}.seed-{seed}"] for seed in config.seeds], kind)
     return values

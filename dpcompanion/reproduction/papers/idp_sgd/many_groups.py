@@ -42,8 +42,7 @@ class Groups100(Compared):
     paper=Groups100(MNIST, ("dpsgd", "sample", "scale"), seeds=(0, 1, 2)),
 )
 def table_9(config, run):
-    """A hundred groups of the same size, each with a budget drawn uniformly; DP-SGD gives all the
-    lower end.
+    """A hundred equal groups, each with a uniform random budget; DP-SGD gives all the lower end.
 
     With the paper's network DP-SGD's runs are those of table 2.
     """
@@ -199,9 +198,7 @@ def in_sequence(config, found, groups, order):
 
 
 def baseline(config, kind, seed, run):
-    """The final accuracy of "A.exclude_low", "A.sequential" (strictest group first) or
-    "A.reversed".
-    """
+    """Final accuracy of "A.exclude_low", "A.sequential" (strictest group first) or "A.reversed"."""
     setup, _, method = kind.partition(".")
     task, found = config.task, problem(config.task, run)
     groups = assign(len(found.labels), config.groups[setup], seed)
@@ -250,9 +247,7 @@ _BASELINES = (
     paper=Baselines(MNIST, _BASELINES, seeds=(0, 1, 2)),
 )
 def table_17(config, run):
-    """Two ways to use different budgets with DP-SGD alone; `reversed` takes the groups in the other
-    order.
-    """
+    """Two ways to use budgets with DP-SGD alone; `reversed` takes groups in the other order."""
     pieces = {f"{kind}.seed-{seed}": (kind, seed) for kind in config.kinds for seed in config.seeds}
     problem(config.task, run)
     done = run.pieces(

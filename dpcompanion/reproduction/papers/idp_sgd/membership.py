@@ -48,8 +48,7 @@ class Shadows:
 
 
 def memberships(config):
-    """Who is in the data of each shadow model, then of each target, (models, n): a random half of
-    the examples.
+    """Who is in the data of each shadow model, then each target, (models, n): a random half.
 
     Every example is in half of the shadow models; the targets' halves have nothing to do with
     theirs.
@@ -101,8 +100,7 @@ def trained(config, kind, numbers, run):
 
 
 def attacked(config, kind, run):
-    """LiRA on models of one kind: each example's group, who is in the data of each model, all
-    scores, accuracies.
+    """LiRA on models of one kind: examples' groups, who is in whose data, scores, accuracies.
 
     Each set of `size` models is kept as soon as it is trained.
     """
@@ -135,8 +133,7 @@ def attacked(config, kind, run):
 
 
 def attack_values(config, groups, masks, scores, accuracies):
-    """What figure 2 and table 12 print: areas for each group, t-tests between the members of the
-    two, accuracies.
+    """What figure 2 and table 12 print: areas by group, t-tests between members, accuracies.
 
     `auc.eps_10` is of the first target, with the interval of its examples; `auc_each.eps_10` are
     the areas of all targets and `auc_mean.eps_10` their mean. Targets are trained apart from each
@@ -277,10 +274,8 @@ _LESS = "examples at 10 leak less under Sample than under DP-SGD at 10"
 @finding("idp-sgd/figures-8-10", _LESS, of="idp-sgd/figures-8-10-short")
 def strict_leak_less(record):
     # Models of one number are trained on the same halves.
-    own, dpsgd = (
-        _of_targets(record, "auc_each.eps_10"),
-        _of_targets(record, "dpsgd-10.auc_each.eps_10"),
-    )
+    own = _of_targets(record, "auc_each.eps_10")
+    dpsgd = _of_targets(record, "dpsgd-10.auc_each.eps_10")
     less = intervals.difference(dpsgd, own)
     yield (
         "Sample",

@@ -32,8 +32,7 @@ from dpcompanion.training import models
 
 @models.seeded
 def resnet18(classes=10, *, groups=32):
-    """torchvision's ResNet-18 with group norm, initialised by `seed`: (n, 3, height, width) -> (n,
-    classes).
+    """torchvision's ResNet-18 with group norm from `seed`: (n, 3, height, width) -> (n, classes).
 
     Its blocks change nothing in place, since what a layer put out is still needed to clip it.
     """
@@ -76,10 +75,8 @@ class Encoder(nn.Module):
 
     def __init__(self, *, tokens, classes, width, heads, blocks, length):
         super().__init__()
-        self.tokens, self.places = (
-            nn.Embedding(tokens, width, padding_idx=0),
-            nn.Embedding(length, width),
-        )
+        self.tokens = nn.Embedding(tokens, width, padding_idx=0)
+        self.places = nn.Embedding(length, width)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
 

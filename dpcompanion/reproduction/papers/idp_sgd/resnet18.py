@@ -33,9 +33,7 @@ class Images:
 
 
 def image_trial(config, kind, seed, run):
-    """Test accuracy after each epoch of one run, which goes on from its last whole epoch if it was
-    cut off.
-    """
+    """Test accuracy after each epoch of a run, which goes on from its last one if cut off."""
     task, found = config.task, problem(config.task, run)
     plan = plan_of(
         kind,
@@ -45,10 +43,8 @@ def image_trial(config, kind, seed, run):
         delta=config.delta,
     )
     model = resnet18(seed=seed).to(run.device)
-    test_features, test_labels = (
-        found.test_features.to(run.device),
-        found.test_labels.to(run.device),
-    )
+    test_features = found.test_features.to(run.device)
+    test_labels = found.test_labels.to(run.device)
     state = pieces.unfinished()
     history = train(
         model,
@@ -75,15 +71,11 @@ def image_trial(config, kind, seed, run):
     paper=Images(Task("cifar10", "resnet18", Training(50_000, 1024, 30, 0.4), 0.7)),
 )
 def table_3_resnet18(config, run):
-    """The paper prints no hyperparameters for this table: ours are those of table 5 for
-    CIFAR-10.
-    """
+    """The paper prints no hyperparameters for this table: ours are table 5's for CIFAR-10."""
     names = {f"{kind}.seed-{seed}": (kind, seed) for seed in config.seeds for kind in config.kinds}
     problem(config.task, run)
-    done, values = (
-        run.pieces(lambda piece: image_trial(config, *names[piece], run), names, label="trials"),
-        {},
-    )
+    done = run.pieces(lambda piece: image_trial(config, *names[piece], run), names, label="trials")
+    values = {}
     for kind in config.kinds:
         each = [done[f"{kind}.seed-{seed}"] for seed in config.seeds]
         values[f"resnet18_cifar10.{kind}"] = mean_and_sd(one["accuracy"][-1] for one in each)

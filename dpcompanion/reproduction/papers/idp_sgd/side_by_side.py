@@ -1,6 +1,4 @@
-"""Many runs at once: networks of one task, each with its own plan and seed, trained side by side as
-an ensemble.
-"""
+"""Many runs at once: networks of a task, each with its plan and seed, as an ensemble."""
 
 import dataclasses
 import math
@@ -80,10 +78,8 @@ def compared(config, run, plan):
     runs = [(kind, seed) for kind in config.kinds for seed in config.seeds]
     parts = [runs[i : i + config.together] for i in range(0, len(runs), config.together)]
     parts = {records.hash_of(part)[:12]: part for part in parts}
-    test_features, test_labels = (
-        found.test_features.to(run.device),
-        found.test_labels.to(run.device),
-    )
+    test_features = found.test_features.to(run.device)
+    test_labels = found.test_labels.to(run.device)
 
     def work(piece):
         part = parts[piece]
@@ -121,9 +117,7 @@ def compared(config, run, plan):
 
 
 def final_values(config, final):
-    """`<kind>.final` for each seed, and under the published names the mean and standard
-    deviation.
-    """
+    """`<kind>.final` for each seed, and under published names the mean and standard deviation."""
     values = {f"{kind}.final": each for kind, each in final.items()}
     return values | as_printed(
         {kind: mean_and_sd(each) for kind, each in final.items()}, config.task, "mnist"

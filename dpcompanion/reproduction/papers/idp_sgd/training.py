@@ -80,8 +80,7 @@ def network(task, seed):
 
 
 def assign(examples, shares, seed):
-    """Each example's group, (examples,): shares to the nearest whole example, in an order that the
-    seed determines.
+    """Each example's group, (examples,): shares to the nearest example, in the seed's order.
 
     >>> torch.bincount(assign(1000, (34, 43, 23), seed=0)).tolist()
     [340, 430, 230]
@@ -200,12 +199,8 @@ def trial(config, kind, seed, run):
     setup, _, method = kind.rpartition(".")
     groups = assign(len(found.labels), config.groups[setup or "B"], seed)
     strictest = groups == 0
-    features, labels, training, budgets = (
-        found.features,
-        found.labels,
-        task.training,
-        config.budgets,
-    )
+    features, labels = found.features, found.labels
+    training, budgets = task.training, config.budgets
     if method == "alone":
         features, labels = features[strictest], labels[strictest]
         training = dataclasses.replace(training, examples=len(labels))
@@ -214,13 +209,8 @@ def trial(config, kind, seed, run):
         groups, budgets, method = torch.zeros_like(groups), budgets[-1:], "dpsgd"
     plan = plan_of(method, groups, budgets, training, delta=config.delta)
     model = network(task, seed)
-    seen = {
-        "epochs": [],
-        "accuracy": [],
-        "group_epochs": [],
-        "group_loss": [],
-        "group_accuracy": [],
-    }
+    looks = ("epochs", "accuracy", "group_epochs", "group_loss", "group_accuracy")
+    seen = {name: [] for name in looks}
 
     def look(run_now):
         epoch = run_now.step // math.ceil(training.examples / training.batch)
@@ -234,8 +224,7 @@ def trial(config, kind, seed, run):
             seen["group_accuracy"].append(accuracy(logits, own_labels))
 
     test_features, test_labels = (
-        found.test_features.to(run.device),
-        found.test_labels.to(run.device),
+        part.to(run.device) for part in (found.test_features, found.test_labels)
     )
     own_features, own_labels = (
         part[strictest].to(run.device) for part in (found.features, found.labels)
@@ -289,9 +278,7 @@ def trials(config, run):
 
 
 def final_accuracies(config, kinds, seeds, run, *, budgets=None, groups=None):
-    """{kind: final accuracy for each seed} of trials that other exhibits may have made already, or
-    will share.
-    """
+    """{kind: final accuracy for each seed} of trials that other exhibits may share."""
     found = trials(
         Trials(
             config.task,
@@ -307,9 +294,7 @@ def final_accuracies(config, kinds, seeds, run, *, budgets=None, groups=None):
 
 
 def accuracies(config, done):
-    """The trials' values: `mnist.A.sample` and so on, the curves of figure 1, and what appendix D.7
-    looks at.
-    """
+    """The trials' values: `mnist.A.sample` and so on, curves of figure 1, and of appendix D.7."""
     values = {}
     for kind, each in done.items():
         for setup in [kind] if "." in kind else [f"{setup}.{kind}" for setup in config.groups]:
@@ -358,9 +343,7 @@ def tuned(task, kind):
 
 
 def larger_tasks(config, run, hyperparameters):
-    """`svhn.A.sample` and so on, for the tasks that need a GPU; each kind with
-    `hyperparameters(task, kind)`.
-    """
+    """`svhn.A.sample` and so on, for tasks on a GPU; each with `hyperparameters(task, kind)`."""
     values = {}
     for task in config.larger.values():
         for kind in (

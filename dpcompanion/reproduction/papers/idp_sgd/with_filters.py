@@ -27,9 +27,7 @@ from dpcompanion.training import Callbacks, DPSGDPlan, NormTracker, cross_entrop
 
 @dataclasses.dataclass(frozen=True)
 class Descent:
-    """How a filtered run goes: rate 1 is gradient descent on all examples, a smaller one Poisson
-    batches.
-    """
+    """How a filtered run goes: rate 1 is full gradient descent, a smaller one Poisson batches."""
 
     sample_rate: float
     clip: float
@@ -59,9 +57,7 @@ class Filtered:
 
 
 def filtered(config, descent, kind, seed, run):
-    """One run: the accuracy, and the share of examples that are still in, after each step and at
-    the end.
-    """
+    """One run: accuracy, and the share of examples still in, after each step and at the end."""
     task, found = config.task, problem(config.task, run)
     n, steps = len(found.labels), descent.steps
     noise = find_noise_multiplier(
@@ -80,18 +76,15 @@ def filtered(config, descent, kind, seed, run):
     plan = DPSGDPlan(n=n, steps=taken, delta=config.delta, accountant="rdp", **own)
     model = network(task, seed).to(run.device)
     examples = found.features.to(run.device), found.labels.to(run.device)
-    test_features, test_labels = (
-        found.test_features.to(run.device),
-        found.test_labels.to(run.device),
-    )
+    test_features = found.test_features.to(run.device)
+    test_labels = found.test_labels.to(run.device)
     active, course, budget = [], [], None
     if kind != "dpsgd":
         budgets = torch.tensor(config.assigned[kind], dtype=torch.float64)[assign(n, (1, 1), seed)]
         budget = RenyiFilter.for_epsilon(
             n, target_epsilons=budgets, target_delta=config.delta, **own
         )
-    # Norms are renewed once an epoch, which in full batches is every step; gradients are clipped to
-    # them.
+    # Norms are renewed once an epoch, in full batches each step; gradients are clipped to them.
     tracker = budget and NormTracker.for_plan(
         plan, model, cross_entropy, examples, clipping="individual", budget=budget
     )

@@ -1,6 +1,4 @@
-"""Individual accounts, by example and by group: figures 1, 2, 3 and 6, and beside losses in figure
-5.
-"""
+"""Individual accounts, by example and group: figures 1, 2, 3 and 6, beside losses in 5."""
 
 import dataclasses
 
@@ -33,9 +31,7 @@ from dpcompanion.reproduction.papers.yu import WORST, Study, correlation_with_ex
 
 @experiment(f"{NAME}/figure-1", quick=Study(QUICK), paper=Study(at_length(PAPER)))
 def figure_1(config, run):
-    """Each example's epsilon by RDP, the share that reaches the worst case, and the same histories
-    by PLD.
-    """
+    """Each example's epsilon by RDP, the share that reaches the worst case, and the same by PLD."""
     values, arrays = left_out(config, run), {}
     for name, task in runnable(config, run).items():
         found = trained(task, config.seed, run)
@@ -91,10 +87,8 @@ def by_groups(config, run, **changes):
     values = left_out(config, run)
     for name, task in runnable(config, run).items():
         found = trained(dataclasses.replace(task, **changes), config.seed, run)
-        epsilon, accuracy = (
-            found.by_group(found.epsilon()),
-            found.by_group(found.test_right, test=True),
-        )
+        epsilon = found.by_group(found.epsilon())
+        accuracy = found.by_group(found.test_right, test=True)
         worst, best = int(accuracy.argmin()), int(accuracy.argmax())
         values |= named(
             name,

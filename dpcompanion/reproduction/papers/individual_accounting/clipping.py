@@ -124,9 +124,7 @@ class Sweep(Study):
     paper=Sweep({**HALF_TIME, "cifar10": CIFAR10_RESNET}),
 )
 def figures_9_10(config, run):
-    """Distribution of epsilon, test accuracy and mean epsilon by class for clip norms around the
-    median.
-    """
+    """Epsilons, test accuracy and mean epsilon by class for clip norms around the median."""
     values, arrays = left_out(config, run), {}
     for name, task in runnable(config, run).items():
         for multiple in config.multiples:
@@ -194,8 +192,7 @@ def the_underserved_pay_more(record):
 
 @dataclasses.dataclass(frozen=True)
 class Large(Study):
-    """Figure 12: the clip norms that stand for the paper's 5 and 10, in units of the median norm at
-    initialisation.
+    """Figure 12: the clip norms for the paper's 5 and 10, in units of the median norm at the start.
 
     The paper's C is 1, at which 35% of CIFAR-10 reach the worst case, as many as of the digits at
     0.3 medians.
@@ -210,9 +207,7 @@ class Large(Study):
     paper=Large({**HALF_TIME, "cifar10": dataclasses.replace(CIFAR10, normalised=True)}),
 )
 def figure_12(config, run):
-    """Pearson's r of epsilon with log loss for large clip norms; on CIFAR-10 these are the
-    paper's.
-    """
+    """Pearson's r of epsilon with log loss for large clip norms; on CIFAR-10 the paper's."""
     values = left_out(config, run)
     for name, task in runnable(config, run).items():
         for key, multiple in config.multiples.items():

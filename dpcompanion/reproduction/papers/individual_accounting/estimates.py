@@ -45,9 +45,7 @@ class Estimates(Study):
 
 
 def estimate_errors(found, refreshes):
-    """Accounts of the reference examples with norms refreshed so often, beside those with norms at
-    every step.
-    """
+    """Accounts of the reference examples with norms so often, beside those with all norms."""
     exact, estimate = found.reference_epsilon(), found.reference_epsilon(refreshes)
     error = estimate - exact
     return (
@@ -66,8 +64,7 @@ def estimate_errors(found, refreshes):
 
 @experiment(f"{NAME}/figure-4", quick=Estimates(QUICK), paper=Estimates(at_length(PAPER)))
 def figure_4(config, run):
-    """Estimates with norms refreshed now and then, beside norms at every step, for examples drawn
-    beforehand.
+    """Estimates with norms now and then, beside norms at every step, for examples drawn beforehand.
 
     Without rounding. Under-stated means by more than a part in a thousand. Arrays: exact epsilons,
     and estimates for each of `refreshes`.
@@ -127,9 +124,7 @@ class Cost(Study):
 
 
 def nearest(norms, max_grad_norm, rounding):
-    """Norms as shares of C, rounded to the nearest of {r, 2r, ..., 1} as in the paper's algorithm
-    2.
-    """
+    """Norms as shares of C, rounded to the nearest of {r, 2r, ..., 1} as in algorithm 2."""
     levels = np.append(rounding * np.arange(1, math.ceil(1 / rounding - 1e-9)), 1.0)
     places = np.rint(norms.astype(np.float64) / max_grad_norm / rounding).astype(int)
     return levels[np.clip(places, 1, len(levels)) - 1]
@@ -222,8 +217,7 @@ class Variants(Study):
     paper=Variants({"mnist_cnn": MNIST_CNN, "cifar10": CIFAR10}),
 )
 def figures_13_14(config, run):
-    """Another loss and a smaller model: estimates against exact values, accuracy and mean epsilon
-    by class.
+    """Another loss and a smaller model: estimates and exact values, accuracy and epsilon by class.
 
     The smaller model is linear; on CIFAR-10 it is the paper's two-layer CNN with its learning rate
     of 1.

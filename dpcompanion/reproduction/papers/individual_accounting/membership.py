@@ -47,9 +47,7 @@ def attacked(found, members, others, config):
     paper=Membership(subset("cifar10", "utkface_gender"), epochs=10),
 )
 def figure_11(config, run):
-    """Success of the loss-threshold attack on each group with and without DP, beside its mean
-    epsilon.
-    """
+    """Success of the loss attack on each group with and without DP, beside its mean epsilon."""
     values, seed = left_out(config, run), config.seed
     for name, task in runnable(config, run).items():
         found = trained(task, seed, run)

@@ -33,9 +33,7 @@ class Release(Study):
     f"{NAME}/table-2", quick=Release(QUICK), paper=Release(at_length(subset("mnist", "cifar10")))
 )
 def table_2(config, run):
-    """Mean and quantiles of epsilon, released under one budget; mean and standard deviation over
-    draws.
-    """
+    """Mean and quantiles of epsilon, released under one budget; mean and sd over draws."""
     values = left_out(config, run)
     for name, task in runnable(config, run).items():
         found = trained(task, config.seed, run)

@@ -1,5 +1,4 @@
-"""ResNet-20 on CIFAR-10 for 10 epochs instead of 100: parts of exhibits whose own records are of a
-smaller network.
+"""ResNet-20 on CIFAR-10 for 10 epochs of 100: parts of exhibits recorded for a smaller network.
 
 In the paper ResNet-20 on CIFAR-10 is that of figures 3, 9 and 10; in figures 1, 2, 4, 5, 11 and
 table 2 its network for CIFAR-10 is WRN16-4. Here one run serves all: not the first tenth of the
@@ -63,9 +62,7 @@ for _exhibit, _function, _config in (
 
 @experiment(f"{NAME}/figure-11-resnet20", paper=Attack(_TASKS))
 def figure_11_with_dp(config, run):
-    """Success of the loss-threshold attack on each group of a model trained with DP, beside its
-    mean epsilon.
-    """
+    """Success of the loss attack on each group of a DP model, beside its mean epsilon."""
     values = {}
     for name, task in runnable(config, run).items():
         found = trained(task, config.seed, run)

@@ -18,9 +18,9 @@ from dpcompanion.reproduction.papers.yu import (
     examples,
     outcome,
     seconds,
+    trackers_of,
 )
 from dpcompanion.training import Callbacks, DPSGDPlan, gradient_norms, train
-from dpcompanion.training.tracking import NormTracker
 
 NAME = "individual-accounting"
 MNIST_CNN = Task("mnist", "two-layer-cnn", 1024, 4, 2.4, 1.5)
@@ -113,9 +113,7 @@ class Trained:
         rounding: float | None = 0.01,
         upto: int | None = None,
     ) -> np.ndarray:
-        """Every example's epsilon after `upto` steps (all by default), from all passes or from
-        fewer `refreshes`.
-        """
+        """Every example's epsilon after `upto` steps or all, from all passes or fewer."""
         steps = self.plan.steps if upto is None else upto
         chosen = self.passes if refreshes is None else schedule(self.plan, refreshes)
         rows = np.searchsorted(self.passes, chosen, side="right") - 1
@@ -131,9 +129,7 @@ class Trained:
     def reference_epsilon(
         self, refreshes: float = math.inf, *, rounding: float | None = None
     ) -> np.ndarray:
-        """Epsilon of the reference examples when their norms are measured so often; at every step
-        by default.
-        """
+        """Epsilon of the reference examples with norms measured so often, every step by default."""
         chosen = schedule(self.plan, refreshes)
         return account(
             self.plan,
@@ -145,9 +141,7 @@ class Trained:
 
 
 def schedule(plan, refreshes):
-    """The steps (from 0) before which norms are measured, `refreshes` times an epoch, as by
-    `NormTracker`.
-    """
+    """Steps (from 0) before which norms are measured, `refreshes` an epoch, as by `NormTracker`."""
     refreshes = min(refreshes, plan.steps_per_epoch)
     count = math.ceil(plan.steps * refreshes / plan.steps_per_epoch - 1e-9)
     steps = np.ceil(np.arange(count) * plan.steps_per_epoch / refreshes - 1e-9).astype(int)
@@ -163,9 +157,7 @@ def account(
     accountant: str = "rdp",
     rounding: float | None = 0.01,
 ) -> np.ndarray:
-    """Epsilon of each example whose norms (passes, n) hold from their pass to the next, (n,)
-    numpy.
-    """
+    """Epsilon of each example whose norms (passes, n) hold from pass to pass, (n,) numpy."""
     accounts = IndividualAccountant.for_plan(
         dataclasses.replace(plan, n=norms.shape[1]), rounding=rounding, accountant=accountant
     )
@@ -195,25 +187,11 @@ def run_task(task, seed, device):
         torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, plan.steps) if task.cosine else None
     )
 
-    measured = {"keep_norms": True, "device": device}
-    whole = NormTracker.for_plan(
-        plan,
-        model,
-        loss,
-        (x, y),
-        updates_per_epoch=task.refreshes,
-        clipping=task.clipping,
-        **measured,
-    )
-    trackers = [whole]
     chosen = torch.as_tensor(np.random.RandomState(seed).permutation(len(y))[: task.reference])
     some = x[chosen.to(device)], y[chosen.to(device)]
-    if task.reference:
-        trackers.append(
-            NormTracker.for_plan(
-                plan, model, loss, some, updates_per_epoch=math.inf, examples=chosen, **measured
-            )
-        )
+    whole, *reference = trackers_of(
+        task, plan, model, loss, (x, y), chosen, keep_norms=True, device=device
+    )
     groups = found.groups[chosen]
 
     def watch(_):
@@ -231,7 +209,7 @@ def run_task(task, seed, device):
         plan,
         optimizer=optimizer,
         seed=seed,
-        trackers=trackers,
+        trackers=[whole, *reference],
         callbacks=Callbacks(
             on_epoch=watch, on_step=(lambda _: scheduler.step()) if scheduler else None
         ),
@@ -240,7 +218,7 @@ def run_task(task, seed, device):
     losses, right = outcome(model, loss, x, y)
     test_losses, test_right = outcome(model, loss, found.test_x.to(device), found.test_y.to(device))
     passes, norms = whole.norms_of_passes
-    exact = trackers[-1].norms_of_passes[1] if task.reference else torch.zeros(0, 0)
+    exact = reference[0].norms_of_passes[1] if reference else torch.zeros(0, 0)
     values = {"max_grad_norm": limit, "seconds": trace.seconds}
     arrays = {
         "passes": passes,
@@ -271,9 +249,7 @@ def make_plan(task, n, max_grad_norm):
 
 
 def trained(task, seed, run):
-    """The run of a task with a seed, as `Trained`: computed once, and kept in the data folder if it
-    takes long.
-    """
+    """A task's run with a seed, as `Trained`: computed once, and kept if it takes long."""
     found = examples(task.data, task.dtype)
     run.note(found.provenance)
     plan = make_plan(task, len(found.y), 1.0)
@@ -301,9 +277,7 @@ LABELS = {
 
 
 def with_log_loss(epsilon, losses):
-    """Pearson's r between epsilon and the logarithm of the loss, over examples whose loss is above
-    0.
-    """
+    """Pearson's r between epsilon and the log of the loss, over examples whose loss is above 0."""
     positive = losses > 0
     return pearson(epsilon[positive], np.log(losses[positive]))
 

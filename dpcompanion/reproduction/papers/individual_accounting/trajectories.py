@@ -213,13 +213,9 @@ _PRINTED = Tasks({name: task for name, task in PAPER.items() if name not in CPU}
 
 @experiment(f"{NAME}/algorithms-1-2-3", quick=_PRINTED, paper=_PRINTED)
 def algorithms_1_2_3(config, run):
-    """The noise that the paper's largest epsilons take, which is not printed, and what PLD says of
-    it.
-    """
-    sizes, values = (
-        {"mnist": 60000, "cifar10": 50000, "utkface_gender": 15000, "utkface_age": 15000},
-        {},
-    )
+    """The noise of the paper's largest epsilons, not printed, and what PLD says of it."""
+    sizes = {"mnist": 60000, "cifar10": 50000, "utkface_gender": 15000, "utkface_age": 15000}
+    values = {}
     for name, task in config.tasks.items():
         plan = make_plan(task, sizes[name], 1.0)
         values |= named(

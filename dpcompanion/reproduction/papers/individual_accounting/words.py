@@ -24,9 +24,7 @@ def every(chapter, exhibit):
 
 
 def grid(runs, height=3.0):
-    """The axes of a figure with a panel for each of `every`, two to a row; what is left over is
-    empty.
-    """
+    """The axes of a figure with a panel for each of `every`, two to a row; the rest is empty."""
     rows = -(-len(runs) // 2)
     _, axes = plotting.figure(rows=rows, columns=min(2, len(runs)), height=height, squeeze=False)
     for ax in axes.flat[len(runs) :]:

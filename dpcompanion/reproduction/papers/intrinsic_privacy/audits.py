@@ -46,9 +46,7 @@ _HAIR = 1e-9
 
 
 def worst_neighbors(weights, count):
-    """The data sets furthest from data set 0 by `mahalanobis`, of a small grid: candidates for an
-    audit.
-    """
+    """The data sets of a small grid furthest from set 0 by `mahalanobis`: to be audited."""
     covariance, _ = op.noise_covariance(weights)
     return (
         op.mahalanobis((weights[1:] - weights[:1]).mean(1), covariance).topk(count).indices + 1
@@ -56,8 +54,7 @@ def worst_neighbors(weights, count):
 
 
 def gaussian_view(weights):
-    r"""Fitted Gaussians of data set 0 against each other one, over many more seeds than parameters:
-    a dict.
+    r"""Fitted Gaussians of data set 0 against each other one, over many more seeds than parameters.
 
     `mu`: mahalanobis of the mean differences with the sample covariance, freed of what the
     estimates add to its square (an inverse covariance is too large by (R - 1) / (R - d - 2), a
@@ -126,8 +123,7 @@ def linear_classifier(first, second, *, ridge=1e-3, iterations=15):
 
 
 def counted(score, fit, trial, *, delta, confidence):
-    """Lower bounds on epsilon and mu: thresholds chosen on the `fit` clouds, counted on the `trial`
-    clouds.
+    """Lower bounds on epsilon and mu: thresholds chosen on `fit` clouds, counted on `trial` clouds.
 
     Both are pairs (weights of data set 0, weights of its neighbour), each (seeds, parameters).
     """
@@ -250,11 +246,9 @@ def algorithm_1(config, run):
     values, arrays = {}, {}
     for row, delta, bound, weights, grid, chosen in _cases(config, run):
         fit, trial = weights.split(weights.shape[1] // 2, 1)
-        view, sigma, star = (
-            gaussian_view(fit),
-            op.intrinsic_sigma(grid),
-            op.empirical_sensitivity(grid[1:]),
-        )
+        view = gaussian_view(fit)
+        sigma = op.intrinsic_sigma(grid)
+        star = op.empirical_sensitivity(grid[1:])
         spectrum = torch.linalg.eigvalsh(view["covariance"]).flip(0).sqrt()
         each = 1 - (1 - config.confidence) / (2 * len(chosen))
         found = {
@@ -313,8 +307,7 @@ def algorithm_1(config, run):
 
 @experiment("intrinsic-privacy/algorithm-2", quick=_QUICK_AUDIT, paper=_PAPER_AUDIT)
 def algorithm_2(config, run):
-    """Algorithm 2 put to the test: with the noise that it adds, and with the noise that would be
-    enough.
+    """Algorithm 2 put to the test: with the noise that it adds, and with enough.
 
     For each target epsilon and kind of neighbour: the noise by theorem 2's sensitivity and by the
     empirical one, what the whole covariance says that this gives against the worst neighbour, and
@@ -341,10 +334,8 @@ def algorithm_2(config, run):
             )
 
         def report(kind, added):
-            epsilons, audits = (
-                torch.stack([mus(a).max() for a in added]),
-                torch.stack([audited(a) for a in added]).T,
-            )
+            epsilons = torch.stack([mus(a).max() for a in added])
+            audits = torch.stack([audited(a) for a in added]).T
             return {
                 f"{row}.{kind}.added": added,
                 f"{row}.{kind}.epsilon_covariance": gaussian_epsilon(epsilons, delta),
@@ -398,8 +389,7 @@ def _attacked(record, tasks, mu, epsilon):
     for name in tasks:
         for start in INITIALIZATIONS:
             row = f"{name}.{start}.canary"
-            # What an attack shows, at 95% for all attacks together, is a lower end and nothing
-            # else.
+            # What an attack shows, at 95% for all attacks together, is a lower end alone.
             seen = max(record.values[f"{row}.mu_audited"])
             shown = max(record.values[f"{row}.epsilon_of_mu_audited"])
             yield (

@@ -35,9 +35,7 @@ def _log_histogram(values):
 
 
 def _distances(name, weights, bound):
-    """What figures 2 and 6 show: values and histograms of distances, `weights` for each
-    initialisation.
-    """
+    """What figures 2 and 6 show: values and histograms of distances, `weights` for each start."""
     values, arrays = {}, {}
     generator = torch.Generator().manual_seed(0)
     found = {"data": op.pairwise_sensitivity(weights["varying"][1:])}
@@ -90,8 +88,7 @@ _MORE_SEEDS = {
 
 @experiment("intrinsic-privacy/figure-2", quick=Grids(QUICK), paper=Grids(_MORE_SEEDS))
 def figure_2(config, run):
-    """Distances between runs that differ in data, in seed, or in both; histograms over `LOG_EDGES`
-    of log10.
+    """Distances between runs that differ in data, seed, or both; histograms over `LOG_EDGES`.
 
     Theorem 2's formula is drawn for unscaled digits, too, as the paper draws it; the theorem does
     not cover them.
@@ -151,16 +148,13 @@ def figure_3(config, run):
 
 @dataclasses.dataclass(frozen=True)
 class Intrinsic(Grids):
-    """Table III: how often other neighbours are drawn, as many each time as the paper has (0: not
-    at all).
-    """
+    """Table III: how often other neighbours are drawn, as many as in the paper (0: never)."""
 
     redrawn: int = 0
 
 
 def _redrawn(name, task, run, config, epsilon):
-    """The empirical sensitivity and its epsilon when the neighbours are drawn anew: {name of a
-    value: `MeanSD`}.
+    """The empirical sensitivity and its epsilon with new neighbours: {name: `MeanSD`}.
 
     A largest distance between few data sets depends on which they are; the paper prints one draw.
     """
@@ -201,11 +195,9 @@ def table_3(config, run):
             initialization: trained(name, task, run, initialization)[1:]
             for initialization in INITIALIZATIONS
         }
-        sigma, star, delta = (
-            op.intrinsic_sigma(grids["varying"]),
-            op.empirical_sensitivity(grids["varying"]),
-            1 / examples,
-        )
+        sigma = op.intrinsic_sigma(grids["varying"])
+        star = op.empirical_sensitivity(grids["varying"])
+        delta = 1 / examples
 
         def epsilon(sensitivity, sigma=sigma, mechanism="analytic"):
             return op.intrinsic_epsilon(sensitivity, sigma, delta, mechanism=mechanism)
@@ -425,17 +417,13 @@ RIGHT_TAIL = "largest above twice the median, skewed to the right (classical)"
 
 @claim("intrinsic-privacy/figure-4", RIGHT_TAIL)
 def right_tail(record, names):
-    """Of figure 4 and, with a fixed start, figure 8: few pairs of data sets are far worse than the
-    rest.
-    """
+    """Of figure 4 and, with a fixed start, figure 8: few pairs are far worse than the rest."""
     for name in names:
         median, largest = (record.values[f"{name}.classical.{key}"] for key in ("median", "max"))
         median = _median(record, name, "classical", "data_sets", median)
         # As many values as there are independent pairs, at even levels of the histogram.
-        pairs, counts = (
-            _independent(record, name, "data_sets"),
-            record.arrays[f"{name}.classical"].cumsum(),
-        )
+        pairs = _independent(record, name, "data_sets")
+        counts = record.arrays[f"{name}.classical"].cumsum()
         even = (
             10
             ** LOG_EDGES[1 + np.searchsorted(counts, (np.arange(pairs) + 0.5) / pairs * counts[-1])]

@@ -18,9 +18,7 @@ INITIALIZATIONS = ("varying", "fixed")
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Plain SGD on one data set: hyperparameters, and how many neighbouring data sets and seeds to
-    train.
-    """
+    """Plain SGD on one data set: hyperparameters, and how many neighbours and seeds to train."""
 
     batch_size: int
     learning_rate: float
@@ -35,8 +33,7 @@ PAPER = {
     "adult": Task(32, 0.5, 3400, seeds=161, data_sets=80),
 }
 UNSCALED = {"mnist-binary-unscaled": PAPER["mnist-binary"]}
-# Its printed numbers come from digits that are not scaled, as in its public code; its text says
-# scaled.
+# Its printed numbers come from digits that are not scaled, as in its public code, unlike its text.
 SCALED = "mnist-binary"
 QUICK = {
     "digits": Task(32, 1.0, 120, seeds=40, data_sets=20),
@@ -214,9 +211,7 @@ def claim(exhibit, criterion):
 
 
 def trained(name, task, run, initialization="varying", **options):
-    """The weights of a task's grid, (1 + data sets, seeds, parameters) float64, data set 0 first.
-    See `grid_runs`.
-    """
+    """The weights of a task's grid, (1 + data sets, seeds, parameters) float64. See `grid_runs`."""
     return grid_runs(name, task, run, initialization, **options)[0]
 
 
@@ -237,6 +232,8 @@ def grid_runs(
     `data_sets` replaces 0, ..., task.data_sets; seeds count from `first_seed`; `held_out`
     (features, label) stands in for the example that replaces others; `half` leaves half of the
     examples out. Runs that take long are kept, piece by piece.
+
+    Many arguments, since they describe the data sets, the seeds and the model of a grid.
     """
     found = problem(name, run)
     data_sets = tuple(range(task.data_sets + 1)) if data_sets is None else tuple(data_sets)

@@ -126,9 +126,7 @@ def paths(found):
 
 
 def distances(found, panels=None):
-    """Figure 2: distances between two runs, and theorem 2's bound; `panels` are (kind, task), all
-    by default.
-    """
+    """Figure 2: distances of two runs, and theorem 2's bound; `panels`: (kind, task), or all."""
     import matplotlib.pyplot as plt
 
     panels = panels or _panels(found)
@@ -327,9 +325,7 @@ def claim_rows(found):
 
 
 def mu_rows(found, neighbor):
-    """mu of the worst neighbour of a kind: by the pooled sigma, by the covariance, and the attack's
-    lower bound.
-    """
+    """mu of the worst neighbour of a kind: by pooled sigma, by covariance, and the attack's."""
 
     def cells(record, name, row):
         v = {
@@ -366,9 +362,7 @@ def tail_rows(found):
 
 
 def noise_rows(found, target):
-    """The noise that algorithm 2 adds for a target epsilon, what that gives, and what would be
-    enough.
-    """
+    """Algorithm 2's noise for a target epsilon, what it gives, and what would be enough."""
 
     def cells(record, name, row):
         k = record.values[f"{row}.canary.targets"].index(target)

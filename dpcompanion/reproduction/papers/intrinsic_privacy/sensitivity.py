@@ -88,9 +88,7 @@ def table_1(config, run):
 
 @experiment("intrinsic-privacy/theorem-2", quick=Grids(QUICK), paper=Grids(PAPER | UNSCALED))
 def theorem_2(config, run):
-    """The bound beside what was seen: against data set 0 (one place differs), and between two sets
-    (two places).
-    """
+    """The bound and what was seen: against set 0 (one place differs), between two (two places)."""
     values = {}
     for name, task in config.tasks.items():
         bound, fractional, passes = sensitivities(task, problem(name, run).examples)

@@ -32,8 +32,7 @@ from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import NAMES
 
 @dataclasses.dataclass(frozen=True)
 class Utility(Grids):
-    """Table IV and figures 5 and 9: how many of the grid's models get noise, and for which
-    epsilons.
+    """Table IV and figures 5 and 9: how many of the grid's models get noise, for which epsilons.
 
     `draws` are the single noise vectors, each the same for all models, beside noise of each model's
     own (table IV).
@@ -62,8 +61,7 @@ def accuracies(found, weights, sigma, noise):
 
 
 def _utility(name, task, run, config, initialization, mechanism, draw=None):
-    """Accuracy of the noiseless models and, for each sensitivity and epsilon, with full and with
-    augmented noise.
+    """Accuracy without noise and, for each sensitivity and epsilon, with full and augmented noise.
 
     The same normal draws serve both, so that only the size of the noise differs between the members
     of a pair. With a `draw` they serve all models, too: the vector of NumPy's legacy generator with
@@ -211,9 +209,7 @@ def figures_8_9(config, run):
 
 
 def _gains(values, key):
-    """How much more accurate the augmented mechanism is at each epsilon: intervals that all hold at
-    once.
-    """
+    """How much more accurate the augmented mechanism is at each epsilon: joint intervals."""
     gains = values[f"{key}.gains"]
     return [intervals.of_summary(*each, confidence=1 - 0.05 / len(gains)) for each in gains]
 
@@ -226,9 +222,7 @@ def _largest(gains):
 
 
 def _superior(record, names, prefix):
-    """Of each task and sensitivity: is augmented noise more accurate somewhere, and nowhere
-    less?
-    """
+    """Of each task and sensitivity: is augmented noise more accurate somewhere, nowhere less?"""
     for name in names:
         for which in ("theory", "empirical"):
             gains = _gains(record.values, f"{prefix}{name}.classical.{which}")
@@ -261,9 +255,7 @@ def _right_tail_when_fixed(record, names):
 
 
 def _of_varying_start(exhibit, record):
-    """The record of an exhibit with a varying start at the same preset, to set one with a fixed
-    start against.
-    """
+    """An exhibit's record with a varying start, same preset, to compare a fixed start with."""
     return get(f"intrinsic-privacy/{exhibit}").record(record.preset)
 
 

@@ -1,5 +1,4 @@
-r"""Exhibits of Yu et al. 2022, "Per-instance privacy accounting", the first version of Yu et al.
-2023.
+r"""Exhibits of Yu et al. 2022, "Per-instance privacy accounting", first version of Yu et al. 2023.
 
 Its algorithm 1 clips each example to a running estimate of its norm, refreshed when the example is
 sampled and K times an epoch. Here the estimate that a step clips to is also what it is charged; the

@@ -30,9 +30,7 @@ from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
 
 @experiment(f"{NAME}/figure-1", quick=QUICK, paper=PAPER)
 def figure_1(config, run):
-    """Individual epsilon with K = 2, who reaches the worst case, and the worst cases of the paper's
-    settings.
-    """
+    """Individual epsilon with K = 2, who reaches the worst case, and the paper's worst cases."""
     found = trained(config.setting, config.seed, run)
     epsilon, top = found.epsilon, found.worst_case
     values = {
@@ -129,9 +127,7 @@ class Estimates(Study):
 
 @experiment(f"{NAME}/figure-3", quick=Estimates(), paper=Estimates(MNIST))
 def figure_3(config, run):
-    """Accounts by running estimates with K passes an epoch, beside norms at every step, for some
-    examples.
-    """
+    """Accounts by running estimates with K passes an epoch, beside norms at every step."""
     values, arrays = {}, {}
     for refreshes in config.refreshes:
         found = trained(dataclasses.replace(config.setting, refreshes=refreshes), config.seed, run)
@@ -260,9 +256,7 @@ def few_pay_all(record):
 
 @experiment(f"{NAME}/figure-5", quick=QUICK, paper=PAPER)
 def figure_5(config, run):
-    """Mean loss and mean epsilon of loss deciles, by the mean over training and by the last epoch's
-    loss.
-    """
+    """Mean loss and epsilon of loss deciles, by the mean over training and the last epoch's."""
     found, values = trained(config.setting, config.seed, run), {}
     for kind in ("mean_loss", "last_loss"):
         loss = getattr(found, kind)
@@ -298,8 +292,7 @@ def figure_6(config, run):
 
 GROUPS = (
     "classes: loss and mean epsilon have a rank correlation of 0.5 or more, and the class of the "
-    "highest loss "
-    "has a higher mean than that of the lowest"
+    "highest loss has a higher mean than that of the lowest"
 )
 
 

@@ -14,8 +14,7 @@ from dpcompanion.reproduction.papers.per_instance_accounting.runs import NAME
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """Algorithm 1 with K = 0 in one dimension, for an example whose gradient is short at first and
-    long afterwards.
+    """Algorithm 1 with K = 0 in one dimension, for a gradient that is short at first, then long.
 
     The gradients do not hang on the outputs, so that an account along the trajectory is an account
     of the algorithm.
@@ -54,9 +53,7 @@ def true_divergence(probabilities, added, noise):
 
 @experiment(f"{NAME}/algorithm-1", quick=Hidden(), paper=Hidden())
 def algorithm_1(config, run):
-    """What all outputs reveal of the example, and its charge, by whether it was sampled at the
-    first step.
-    """
+    """What outputs reveal of the example, and its charge, by whether it was in the first step."""
     values = {}
     for kind, running in (("running", True), ("passes", False)):
         probabilities, added, charged = histories(config, running=running)

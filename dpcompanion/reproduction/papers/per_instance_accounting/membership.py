@@ -68,9 +68,7 @@ QUICK_MEMBERSHIP = Membership(overfit=second.Membership(tasks={}, **second.STABL
 
 @experiment(f"{NAME}/figure-7", quick=QUICK_MEMBERSHIP)
 def figure_7(config, run):
-    """Success of the loss-threshold attack by class with and without DP; the paper's data need a
-    GPU.
-    """
+    """Success of the loss attack by class with and without DP; the paper's data need a GPU."""
     return attacks_by_class(config, run)
 
 

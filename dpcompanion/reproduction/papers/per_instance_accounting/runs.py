@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import types
 
 import numpy as np
@@ -13,7 +12,6 @@ from dpcompanion.reproduction import intervals, published
 from dpcompanion.reproduction.papers import yu as second
 from dpcompanion.reproduction.papers.common import Trace, rank, within_the_piece
 from dpcompanion.training import Callbacks, DPSGDPlan, cross_entropy, gradient_norms, train
-from dpcompanion.training.tracking import NormTracker
 
 NAME = "per-instance-accounting"
 DELTA = 1e-5
@@ -95,30 +93,11 @@ def run_setting(setting, seed, device):
     x, y = found.x.to(device), found.y.to(device)
     limit = setting.median_multiple * float(gradient_norms(model, cross_entropy, x, y).median())
     plan = make_plan(setting, len(y), limit)
-    whole = NormTracker.for_plan(
-        plan,
-        model,
-        cross_entropy,
-        (x, y),
-        running=True,
-        updates_per_epoch=setting.refreshes,
-        clipping=setting.clipping,
-        device=device,
+    chosen = np.random.RandomState(seed).permutation(len(y))[: setting.reference]
+    some = torch.as_tensor(chosen)
+    whole, *reference = second.trackers_of(
+        setting, plan, model, cross_entropy, (x, y), some, running=True, device=device
     )
-    trackers, chosen = [whole], np.random.RandomState(seed).permutation(len(y))[: setting.reference]
-    if setting.reference:
-        some = torch.as_tensor(chosen)
-        trackers.append(
-            NormTracker.for_plan(
-                plan,
-                model,
-                cross_entropy,
-                (x[some.to(device)], y[some.to(device)]),
-                updates_per_epoch=math.inf,
-                examples=some,
-                device=device,
-            )
-        )
     trace = Trace("norms", "losses")
 
     def look(run):
@@ -135,7 +114,7 @@ def run_setting(setting, seed, device):
         plan,
         optimizer=optimizer,
         seed=seed,
-        trackers=trackers,
+        trackers=[whole, *reference],
         callbacks=Callbacks(on_epoch=look),
         checkpoint=within_the_piece(looks=trace),
     )
@@ -147,9 +126,7 @@ def run_setting(setting, seed, device):
     arrays = {
         "epsilon": whole.estimated_epsilon(DELTA).cpu().numpy(),
         "reference": chosen,
-        "actual": trackers[-1].estimated_epsilon(DELTA).cpu().numpy()
-        if setting.reference
-        else np.zeros(0),
+        "actual": reference[0].estimated_epsilon(DELTA).cpu().numpy() if reference else np.zeros(0),
         "mean_loss": losses.mean(0),
         "last_loss": losses[-1],
         "test_losses": test_losses.cpu().numpy(),
@@ -163,9 +140,7 @@ def run_setting(setting, seed, device):
 
 
 def trained(setting, seed, run):
-    """The run of a setting with a seed: computed once, and kept in the data folder if it takes
-    long.
-    """
+    """The run of a setting with a seed: computed once, kept in the data folder if it takes long."""
     found = second.examples(setting.data, setting.dtype)
     run.note(found.provenance)
     plan = make_plan(setting, len(found.y), 1.0)
