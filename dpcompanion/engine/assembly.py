@@ -17,7 +17,7 @@ from dpcompanion.engine.loading import Draws, IndexRecorder, RowChoice, private_
 from dpcompanion.engine.losses import LossWatch
 from dpcompanion.engine.optimizers import HooksOptimizer
 from dpcompanion.engine.proof import Proof
-from dpcompanion.engine.shards import ShardedHooks, is_sharded, shards_of
+from dpcompanion.engine.shards import ShardedHooks, is_sharded
 from dpcompanion.training import distributed
 
 
@@ -41,7 +41,7 @@ def _prepared(engine, module, settings, grad_sample_mode, max_grad_norm):
     }
     try:
         if is_sharded(module):
-            module = ShardedHooks(module, **options)
+            module = ShardedHooks(module, distributed.current(), **options)
         else:
             module = engine._prepare_model(
                 module, grad_sample_mode=grad_sample_mode, wrap_model=settings.wrap_model, **options
@@ -91,7 +91,6 @@ def assemble(
     noted = IndexRecorder(data_loader.dataset, data_loader, choice)
     engine.dataset, original = data_loader.dataset, module
     module = _prepared(engine, module, settings, grad_sample_mode, max_grad_norm)
-    shards = shards_of(module, noted, draws, distributed.current())
     optimizer = (GhostOptimizer if ghost else HooksOptimizer)(
         getattr(optimizer, "original_optimizer", optimizer),
         noise_multiplier=noise_multiplier,
@@ -109,7 +108,6 @@ def assemble(
             ghost=ghost,
             batch_size=lambda: 0 if optimizer.aside else len(noted.handed_out or []),
             own_loss=None if ghost or criterion is not None else settings.trust_loss,
-            shards=shards,
         )
         if settings.prove
         else None
@@ -135,9 +133,8 @@ def assemble(
     )
     engine.accountant.budgets, engine.accountant.origin = budgets, origin
     engine.accountant.trusts_loss = settings.trust_loss
-    guard = StateLeakGuard(original if shards is None else module, shards)
+    guard = StateLeakGuard(module if is_sharded(original) else original)
     optimizer.follow(draws, noted, engine.accountant, proof, module, watch, guard)
-    optimizer.shards = shards
     optimizer.choice = choice
     optimizer.shares = None if shares is None else [shares[p] for p in optimizer.params]
     loader = private_loader(data_loader, noted, draws, settings.batch_first)

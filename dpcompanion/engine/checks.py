@@ -21,7 +21,7 @@ from dpcompanion import _checks
 from dpcompanion._devices import on_accelerator
 from dpcompanion.engine.layers import check_layers
 from dpcompanion.engine.replacements import check_replaced
-from dpcompanion.engine.shards import check_sharded, is_sharded, plain_types
+from dpcompanion.engine.shards import check_sharded, is_sharded, plain_types, shards_of
 from dpcompanion.gradients.checks import check_alone, check_batched, check_forgets_items, same_items
 from dpcompanion.gradients.traces import check_untouched, equal, noted
 
@@ -163,9 +163,9 @@ class StateLeakGuard:
     waits for it until `look`.
     """
 
-    def __init__(self, module, shards=None):
+    def __init__(self, module):
         # a sharded module is looked at when each rank has its own part only
-        self._shards: Any = shards
+        self._shards: Any = shards_of(module)
         # replicas of a module run in threads, and share its hooks
         self._seen, self._begun = 0, threading.local()
         self.spoilt: Any = False

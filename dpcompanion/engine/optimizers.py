@@ -16,6 +16,7 @@ from dpcompanion._norms import margin
 from dpcompanion.engine.checks import check_trained, trainable
 from dpcompanion.engine.randomness import noisy, not_finite
 from dpcompanion.engine.ranks import check_weights
+from dpcompanion.engine.shards import shards_of
 from dpcompanion.gradients.checks import check_products
 from dpcompanion.gradients.passes import undisturbed
 from dpcompanion.gradients.tensors import added_up, squared_norms
@@ -57,8 +58,6 @@ class Following(DPOptimizer):
     shares: list[float] | None = None
     #: Which rows of persons take part; None where each item is an example.
     choice: Any = None
-    #: What a sharded module takes beside (`dpcompanion.engine.shards`); None where it is whole.
-    shards: Any = None
     #: Whether the module is used for something else than the loop's passes.
     aside = False
 
@@ -68,7 +67,9 @@ class Following(DPOptimizer):
         self.hooks = hooks
         self._trained = trainable(hooks._module)
         self._watch = watch
-        self._traceless, self.ranks = traceless, current()
+        self._traceless, self.ranks, self.shards = traceless, current(), shards_of(hooks)
+        if self.shards is not None:
+            self.shards.watch(hooks, noted, draws)
         if proof is not None:
             proof.ranks = self.ranks
         self._own_step = False

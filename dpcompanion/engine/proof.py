@@ -44,6 +44,7 @@ from torch.overrides import TorchFunctionMode
 from dpcompanion.engine.checks import check_trained, trainable
 from dpcompanion.engine.layers import clear_notes, culprit
 from dpcompanion.engine.outputs import Rows, numbers_in, parts_of, weighed
+from dpcompanion.engine.shards import shards_of
 from dpcompanion.gradients.checks import check_types
 from dpcompanion.gradients.independence import alike
 from dpcompanion.gradients.proof import COMPARED, largest, misfit, norms_of, probed, twice
@@ -77,25 +78,12 @@ class Proof:
         own_loss: of a number that the module puts out for a whole batch (its own loss), None if the
             loop cannot use it; True if it may, whatever it is; False if its use is refused once it
             is known to mix examples.
-        shards: of a sharded module (`dpcompanion.engine.shards`), which is whole while it is
-            proved.
     """
 
     #: Those whom an error ends, too.
     ranks = distributed.Ranks()
 
-    def __init__(
-        self,
-        hooks,
-        watched,
-        *,
-        batch_first,
-        loss_reduction,
-        ghost,
-        batch_size,
-        own_loss,
-        shards=None,
-    ):
+    def __init__(self, hooks, watched, *, batch_first, loss_reduction, ghost, batch_size, own_loss):
         self._hooks, self._watched, self._inner = hooks, watched, hooks._module
         self._dim = int(not batch_first)
         self._mean = loss_reduction == "mean"
@@ -104,7 +92,8 @@ class Proof:
         #: Whether the batch at hand waits for it; how many examples the largest had that did not.
         self.open, self._proved, self.busy = True, 0, False
         self.rows = 0  # of how many examples a pass of the proof is
-        self._own_loss, self._trained, self._shards = own_loss, trainable(self._inner), shards
+        self._own_loss, self._trained = own_loss, trainable(self._inner)
+        self._shards = shards_of(hooks)  # of a module that is whole while it is proved
         self._state = None  # in which it was proved
         #: What is known against the number that the module puts out; None where it is examples'.
         self.own_loss_mixes, self._numbers = None, False

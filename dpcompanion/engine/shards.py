@@ -187,15 +187,6 @@ def _rest(module):
             part.reshard()
 
 
-def shards_of(hooks: Any, noted: Any, draws: Any, ranks: Any) -> "Shards | None":
-    """The shards of a module that carries Opacus's hooks; None if it is whole."""
-    if not is_sharded(hooks._module):
-        return None
-    shards = Shards(hooks._module, ranks)
-    shards.watch(hooks, noted, draws)
-    return shards
-
-
 class Shards:
     """The shards of a module in training.
 
@@ -312,7 +303,7 @@ class Shards:
                 self._passes += 1
                 self._ranks.any(False)
 
-        hooks.register_forward_pre_hook(enters)
+        hooks.register_forward_pre_hook(enters, prepend=True)
 
     def noisy(self, parameters, sums, std, generator):
         """Each sum with its noise, and whether they were not finite, as
@@ -364,12 +355,13 @@ class ShardedHooks(GradSampleModuleFastGradientClipping):
     the parameters: while a layer computes, these are other tensors than between steps.
     """
 
-    def __init__(self, module, **options):
+    def __init__(self, module, ranks, **options):
         #: {parameter: norms (n,)} of the last backward pass.
         self.norms: dict[str, torch.Tensor] = {}
         self._layers = {id(layer): name for name, layer in module.named_modules() if _trains(layer)}
         super().__init__(module, **options)
         self.names = {name for name, p in module.named_parameters() if p.requires_grad}
+        self.shards = Shards(module, ranks)
 
     def iterate_submodules(self, module):
         return (layer for layer in module.modules() if id(layer) in self._layers)
@@ -432,3 +424,8 @@ def _stand_in(layer):
         }
     }
     return made
+
+
+def shards_of(hooks: Any) -> Shards | None:
+    """The shards of a module with Opacus's hooks; None where it is whole."""
+    return hooks.shards if isinstance(hooks, ShardedHooks) else None
