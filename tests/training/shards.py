@@ -303,6 +303,14 @@ def step(do, model, private, optimizer, criterion, x, y):
             for noted in ("activations", "max_batch_len"):
                 layer.__dict__.pop(noted, None)
         model.set_requires_gradient_sync(True)
+    if do == "left over":  # a gradient on the weights that are gathered, which a reduction takes
+        for layer in model.modules():
+            if isinstance(layer, FSDPModule):
+                layer.unshard()
+        for p in model.parameters():
+            p.grad = 1e3 * torch.ones_like(p)
+    if do == "another group":
+        model.set_separate_reduce_scatter_group()
     if do == "no reduction":
         model.set_requires_gradient_sync(False)
     if do == "hook":

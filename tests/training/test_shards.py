@@ -93,8 +93,8 @@ def test_settings_of_reductions_have_no_effect_on_a_step(do, on, two):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("do", ["evaluate", "two passes"])
-def test_passes_between_steps_have_no_effect(do, two):
+@pytest.mark.parametrize("do", ["evaluate", "two passes", "left over", "another group"])
+def test_what_is_done_between_steps_on_all_ranks_has_no_effect(do, two):
     check_as_alone(two("run", **SHARDED, do=do), shards.run())
 
 
