@@ -84,7 +84,7 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
     def clips(self, module, criterion, loss_reduction):
         """The criterion whose backward pass clips."""
         module.NORM_SAMPLERS = {**module.NORM_SAMPLERS, nn.Linear: _norms, nn.Embedding: _norms}
-        module.get_clipping_coef = functools.partial(self._factors, module)
+        module.get_clipping_coef = lambda: self._factors(module)
         enable = module.enable_hooks
 
         def ends():  # which is how Opacus ends the second backward pass

@@ -103,9 +103,10 @@ class Proof:
         return {"busy": True}  # a copy of the module is none of this training's
 
     def _before(self, module, args, kwargs):
-        # Opacus's hooks look away in evaluation mode
-        away = not module.training and hasattr(self._hooks, "hooks_enabled")
-        if self.busy or away or not torch.is_grad_enabled():
+        if self.busy or not torch.is_grad_enabled():
+            return
+        # Opacus's hooks look away
+        if not module.training and hasattr(self._hooks, "hooks_enabled"):
             return
         with self.ranks.together():
             if self._shards is None:
