@@ -83,16 +83,29 @@ depended on the number of rows would disclose it. Ghost mode, which knows no nor
 rows, refuses ``people=``.
 
 **Several processes.** Under ``torchrun``, after ``torch.distributed.init_process_group()``, every
-rank gives the engine the same arguments, with the module itself and no ``DistributedDataParallel``
-or ``fully_shard``, and runs the same loop. All make the same Poisson draws, the loader hands out
-this rank's share, which may be empty, and ``optimizer.step()`` adds up the clipped sums of all
-ranks. Rank 0 adds the noise, once, and all receive the same bits. So the account is that of one
-process, and so is the result up to the order of sums (but for what models draw at random, and for
-the rows of a person that a filter measures). Ranks that were given different things, or whose
-weights become different, are refused, and an error in a step ends it on all of them. Sums travel
-without noise, and the key of the draws goes to all ranks: `dpcompanion.training.distributed` says
-what is trusted. Every rank takes every step; epsilons may be asked for on one. An error of a rank's
-own loop, outside of a step, is not sent to the others, which notice it when its process is gone.
+rank gives the engine the same arguments, with the module itself and no ``DistributedDataParallel``,
+and runs the same loop. All make the same Poisson draws, the loader hands out this rank's share,
+which may be empty, and ``optimizer.step()`` adds up the clipped sums of all ranks. Rank 0 adds the
+noise, once, and all receive the same bits. So the account is that of one process, and so is the
+result up to the order of sums (but for what models draw at random, and for the rows of a person
+that a filter measures). Ranks that were given different things, or whose weights become different,
+are refused, and an error in a step ends it on all of them. Sums travel without noise, and the key
+of the draws goes to all ranks: `dpcompanion.training.distributed` says what is trusted. Every rank
+takes every step; epsilons may be asked for on one. An error of a rank's own loop, outside of a
+step, is not sent to the others, which notice it when its process is gone.
+
+**Sharded modules.** In ghost mode the module may be one after
+``torch.distributed.fsdp.fully_shard`` (FSDP2), called with its layers and, last, with the module
+itself, over all ranks; the optimizer is made afterwards. Each rank then holds a part of the
+weights, the gradients and the optimizer's state. Draws, noise and account are those of one process,
+and so is the result up to the order of sums (`dpcompanion.engine.shards`). For the proof with the
+first batches each rank gathers all weights at once (``prove=False`` leaves the proof out), and
+while noise is added rank 0 holds the whole sum in main memory, in float64. Gradients travel between
+ranks before they are clipped, too. A draw is one batch, without Opacus's memory manager, and all
+ranks make equally many passes. `save_checkpoint` writes the account and the draws; weights and the
+optimizer's state are the caller's to write. These are refused by name: other modes, filters,
+trainable layers for which Opacus has no rule, layers that are used twice or share a weight,
+parameters that are not sharded, policies of mixed precision and of offloading, and other meshes.
 
 What the engine cannot see, it takes on trust:
 

@@ -17,6 +17,7 @@ from dpcompanion.engine.loading import Draws, IndexRecorder, RowChoice, private_
 from dpcompanion.engine.losses import LossWatch
 from dpcompanion.engine.optimizers import HooksOptimizer
 from dpcompanion.engine.proof import Proof
+from dpcompanion.engine.shards import ShardedHooks, is_sharded
 from dpcompanion.training import distributed
 
 
@@ -33,15 +34,18 @@ def _rearranged(rearrange, *, module, **options):
 
 def _prepared(engine, module, settings, grad_sample_mode, max_grad_norm):
     """The module with Opacus's hooks, mended."""
+    options = {
+        "batch_first": settings.batch_first,
+        "max_grad_norm": max_grad_norm,
+        "loss_reduction": settings.loss_reduction,
+    }
     try:
-        module = engine._prepare_model(
-            module,
-            batch_first=settings.batch_first,
-            max_grad_norm=max_grad_norm,
-            loss_reduction=settings.loss_reduction,
-            grad_sample_mode=grad_sample_mode,
-            wrap_model=settings.wrap_model,
-        )
+        if is_sharded(module):
+            module = ShardedHooks(module, distributed.current(), **options)
+        else:
+            module = engine._prepare_model(
+                module, grad_sample_mode=grad_sample_mode, wrap_model=settings.wrap_model, **options
+            )
     except NotImplementedError as error:
         raise UnsupportedModuleError(
             f"module must be one that Opacus takes in the mode {grad_sample_mode!r}, but: "
@@ -129,9 +133,8 @@ def assemble(
     )
     engine.accountant.budgets, engine.accountant.origin = budgets, origin
     engine.accountant.trusts_loss = settings.trust_loss
-    optimizer.follow(
-        draws, noted, engine.accountant, proof, module, watch, StateLeakGuard(original)
-    )
+    guard = StateLeakGuard(module if is_sharded(original) else original)
+    optimizer.follow(draws, noted, engine.accountant, proof, module, watch, guard)
     optimizer.choice = choice
     optimizer.shares = None if shares is None else [shares[p] for p in optimizer.params]
     loader = private_loader(data_loader, noted, draws, settings.batch_first)

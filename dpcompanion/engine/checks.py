@@ -21,6 +21,7 @@ from dpcompanion import _checks
 from dpcompanion._devices import on_accelerator
 from dpcompanion.engine.layers import check_layers
 from dpcompanion.engine.replacements import check_replaced
+from dpcompanion.engine.shards import check_sharded, is_sharded, plain_types, shards_of
 from dpcompanion.gradients.checks import check_alone, check_batched, check_forgets_items, same_items
 from dpcompanion.gradients.traces import check_untouched, equal, noted
 
@@ -163,6 +164,8 @@ class StateLeakGuard:
     """
 
     def __init__(self, module):
+        # a sharded module is looked at when each rank has its own part only
+        self._shards: Any = shards_of(module)
         # replicas of a module run in threads, and share its hooks
         self._seen, self._begun = 0, threading.local()
         self.spoilt: Any = False
@@ -177,7 +180,13 @@ class StateLeakGuard:
 
     def __setstate__(self, state):
         self._seen, self._begun, self.spoilt = state["_seen"], threading.local(), False
-        self._buffers, self._said = {}, True
+        self._buffers, self._said, self._shards = {}, True, None
+
+    def _inner(self, module):
+        if self._shards is None:
+            return module
+        self._shards.rest()
+        return module._module
 
     def _passes(self):
         """What was noted at the beginning of each pass under way, for a module may call itself."""
@@ -186,6 +195,7 @@ class StateLeakGuard:
         return self._begun.stack
 
     def _note(self, module, args):
+        module = self._inner(module)
         watched = any(part.training for part in module.modules())
         power = self._seen & (self._seen - 1) == 0  # 0, 1, 2, 4, 8, ...
         before = noted(module, values=power) if watched else None
@@ -222,6 +232,7 @@ class StateLeakGuard:
             return
         before, power = begun
         self._seen += 1
+        module = self._inner(module)
         for changed in check_untouched(module, before, name="module", wait=power).values():
             self.spoilt = self.spoilt | changed
 
@@ -262,8 +273,11 @@ def _check_plain(module):
             )
 
 
-def check_module(engine, module, optimizer, mode):
-    check_alone(module, opacus=True, name="module")
+def check_module(engine, module, optimizer, mode, ranks):
+    if mode == "ghost" and is_sharded(module):
+        check_sharded(module, ranks)
+    else:
+        check_alone(module, opacus=True, name="module")
     _check_plain(module)
     if not module.training:
         raise ValueError(
@@ -271,7 +285,8 @@ def check_module(engine, module, optimizer, mode):
         )
     check_replaced(module)
     try:
-        engine.validate(module=module, optimizer=None, data_loader=None)
+        with plain_types(module):
+            engine.validate(module=module, optimizer=None, data_loader=None)
     except Exception as error:
         frozen = any(
             isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in module.modules()

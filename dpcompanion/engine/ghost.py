@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
@@ -16,10 +16,11 @@ from torch import nn
 from dpcompanion._devices import autocasts
 from dpcompanion.engine.criterion import LossCompany, Unreduced, note_call
 from dpcompanion.engine.optimizers import Following
-from dpcompanion.engine.proof import missing
+from dpcompanion.engine.proof import Proof, missing
 from dpcompanion.gradients.layers import Ghost, GhostEmbedding
 from dpcompanion.gradients.proof import norms_of
 from dpcompanion.gradients.tensors import rounded_up, tolerances
+from dpcompanion.gradients.traces import local
 
 
 def _check_autocast(layer, args):
@@ -83,7 +84,7 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
     def clips(self, module, criterion, loss_reduction):
         """The criterion whose backward pass clips."""
         module.NORM_SAMPLERS = {**module.NORM_SAMPLERS, nn.Linear: _norms, nn.Embedding: _norms}
-        module.get_clipping_coef = lambda: self.clip_factors(self._fresh_norms(module))
+        module.get_clipping_coef = lambda: self._factors(module)
         enable = module.enable_hooks
 
         def ends():  # which is how Opacus ends the second backward pass
@@ -115,16 +116,38 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
         unreduced.reduction = loss_reduction  # which Opacus asks for, and sets to "none" for a call
         return GhostCriterion(module, self, unreduced, loss_reduction)
 
+    def _factors(self, module):
+        """What to multiply the examples' losses by before the backward pass that clips."""
+        if self.shards is None:
+            return self.clip_factors(self._fresh_norms(module))
+        with self.ranks.together():
+            factors = self.clip_factors(self._fresh_norms(module))
+            self.shards.settle()
+        return factors
+
+    def _noted_norms(self, module):
+        """Those of this backward pass, (n,); None where a layer has noted none."""
+        if self.shards is not None:
+            found = module.take_norms()
+            if found.keys() != module.names:
+                return None
+            norms = torch.stack([found[name] for name in sorted(found)]).norm(2, dim=0)
+            return norms if self._noted.units else norms[:0]  # one of zeros, where there is none
+        if not all(hasattr(p, "_norm_sample") for p in module.trainable_parameters):
+            return None
+        norms = module.get_norm_sample()
+        for p in module.trainable_parameters:
+            del p._norm_sample
+        return norms
+
     def _fresh_norms(self, module):
         """Norms of this backward pass: none is left from an earlier one."""
-        if not all(hasattr(p, "_norm_sample") for p in module.trainable_parameters):
+        norms = self._noted_norms(module)
+        if norms is None:
             raise ValueError(
                 "in ghost mode every trainable layer must take part in every batch, in training "
                 "mode; use hooks"
             )
-        norms = module.get_norm_sample()
-        for p in module.trainable_parameters:
-            del p._norm_sample
         relative, _ = max(map(tolerances, module._module.parameters()))
         for row, truth in (self._truth or {}).items():
             if not abs(float(norms[row]) - truth) <= relative * truth:
@@ -134,14 +157,24 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
 
     def prove_losses(self, losses):
         """Note norms of some examples' gradients by plain autograd, until one is above 0."""
-        if not self._losses_open or self._proof is None or losses.ndim != 1 or not len(losses):
-            return
-        self._truth = {}
-        with self._proof._plain():
+        due = self._losses_open and self._proof is not None and losses.ndim == 1 and len(losses)
+        if self.shards is not None:
+            with self.ranks.together(), self.shards.whole_where(bool(due)):
+                if due:
+                    self._note_truth(losses)
+        elif due:
+            self._note_truth(losses)
+
+    def _note_truth(self, losses):
+        self._truth, proof = {}, cast(Proof, self._proof)
+        trained = [p for p in self.hooks._module.parameters() if p.requires_grad]
+        with proof._plain():
+            if self.shards is not None:
+                self.shards.check_within(losses, self.params)
             for row in sorted({round(i * (len(losses) - 1) / 7) for i in range(8)}):
                 gradients = torch.autograd.grad(
                     losses[row],
-                    self.params,
+                    trained,
                     retain_graph=True,
                     allow_unused=True,
                     materialize_grads=True,
@@ -152,7 +185,7 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
         self._losses_open = not self._truth
 
     def _seen(self):
-        return [(p.grad, None if p.grad is None else p.grad._version) for p in self.params]
+        return [(p.grad, None if p.grad is None else local(p.grad)._version) for p in self.params]
 
     def clip_factors(self, norms, share=1.0):
         factors = super().clip_factors(norms, share)
@@ -171,7 +204,10 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
                 "they were changed before the step: call zero_grad before the forward pass, have "
                 "no other loss, and do not clip or scale them"
             )
-        super().accumulate()
+        if self.shards is None:
+            return super().accumulate()
+        for p in self._noted_parameters():  # a draw is one batch
+            p.summed_grad = local(p.grad).detach().clone()
 
 
 class GhostLosses(DPTensorFastGradientClipping):
@@ -180,7 +216,8 @@ class GhostLosses(DPTensorFastGradientClipping):
     optimizer: GhostOptimizer
 
     def backward(self):
-        _check_autocast(None, (self.loss_per_sample,))
+        with self.optimizer.ranks.together():
+            _check_autocast(None, (self.loss_per_sample,))
         self.optimizer.prove_losses(self.loss_per_sample)
         super().backward()
 
@@ -218,6 +255,12 @@ class GhostCriterion(DPLossFastGradientClipping):
         self._company = LossCompany()
 
     def __call__(self, *args, **kwargs):
+        if not torch.is_grad_enabled():  # an evaluation, which one rank may make alone
+            return self._losses(args, kwargs)
+        with self.optimizer.ranks.together():
+            return self._losses(args, kwargs)
+
+    def _losses(self, args, kwargs):
         try:
             found = super().__call__(*args, **kwargs)
         except torch.cuda.OutOfMemoryError:

@@ -31,6 +31,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpcompanion.engine.outputs import map_tensors
 
 
+def plain_type(layer):
+    """The class of a layer, or that which it had before `fully_shard`."""
+    kind = type(layer)
+    sharded = any(base.__name__ == "FSDPModule" for base in kind.__mro__)
+    return kind.__mro__[kind._orig_cls_mro_index] if sharded else kind
+
+
 def embedding_grad_sample(layer, activations, backprops):
     """Examples' gradients of an embedding, {weight: (n, rows, d)}; activations: ids (n, ...)."""
     if not layer.weight.requires_grad:
@@ -137,10 +144,9 @@ def mend(hooks, dim=0):
 def _forward(hooks, forward, dim, *args, **kwargs):
     """A pass, also of an empty batch, which many models refuse and expanded weights always do."""
     expanded = isinstance(hooks, GradSampleModuleExpandedWeights)
-    if any(
-        torch.is_tensor(t) and t.ndim > dim and not t.shape[dim]
-        for t in tree_leaves((args, kwargs))
-    ):
+    if plain_type(hooks._module) is not type(hooks._module):
+        return _with_somebody(hooks, forward, dim, args, kwargs)
+    if any(_is_empty(t, dim) for t in tree_leaves((args, kwargs))):
         try:
             if not (expanded and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
@@ -161,15 +167,34 @@ def _forward(hooks, forward, dim, *args, **kwargs):
         ) from error
 
 
+def _is_empty(t, dim):
+    return torch.is_tensor(t) and t.ndim > dim and not t.shape[dim]
+
+
+def _one(t, dim):
+    """One example of zeros in the place of none."""
+    return t.new_zeros(*t.shape[:dim], 1, *t.shape[dim + 1 :]) if _is_empty(t, dim) else t
+
+
+def _with_somebody(hooks, forward, dim, args, kwargs):
+    """A pass of a sharded module; of an empty batch that of one example of zeros, of which nothing
+    is left in the outputs, so that this rank makes the exchanges that the others wait for.
+    """
+    if not any(_is_empty(t, dim) for t in tree_leaves((args, kwargs))):
+        return forward(*args, **kwargs)
+    args, kwargs = tree_map(functools.partial(_one, dim=dim), (args, kwargs))
+    outputs = forward(*args, **kwargs)
+    return map_tensors(outputs, lambda t: t.narrow(dim if t.ndim > dim else 0, 0, 0), _has_rows)
+
+
+def _has_rows(t):
+    return t.ndim > 0
+
+
 def _of_nobody(hooks, dim, args, kwargs):
     """What the module puts out for no example, as of one of zeros, and gradients of no example."""
     clear_notes(hooks._module)
-
-    def one(t):
-        if not torch.is_tensor(t) or t.ndim <= dim or t.shape[dim]:
-            return t
-        return t.new_zeros(*t.shape[:dim], 1, *t.shape[dim + 1 :])
-
+    one = functools.partial(_one, dim=dim)
     try:
         with torch.no_grad():
             outputs = hooks._module(*tree_map(one, args), **tree_map(one, kwargs))
@@ -339,7 +364,7 @@ class ForEachExample:
         layers = [
             part
             for part in module.modules()
-            if type(part) is nn.Embedding and part.weight.requires_grad
+            if plain_type(part) is nn.Embedding and part.weight.requires_grad
         ]
         self._handles = [layer.register_forward_pre_hook(self._expand) for layer in layers]
         if layers:

@@ -16,6 +16,7 @@ from dpcompanion._norms import margin
 from dpcompanion.engine.checks import check_trained, trainable
 from dpcompanion.engine.randomness import noisy, not_finite
 from dpcompanion.engine.ranks import check_weights
+from dpcompanion.engine.shards import shards_of
 from dpcompanion.gradients.checks import check_products
 from dpcompanion.gradients.passes import undisturbed
 from dpcompanion.gradients.tensors import added_up, squared_norms
@@ -66,7 +67,9 @@ class Following(DPOptimizer):
         self.hooks = hooks
         self._trained = trainable(hooks._module)
         self._watch = watch
-        self._traceless, self.ranks = traceless, current()
+        self._traceless, self.ranks, self.shards = traceless, current(), shards_of(hooks)
+        if self.shards is not None:
+            self.shards.watch(hooks, noted, draws)
         if proof is not None:
             proof.ranks = self.ranks
         self._own_step = False
@@ -193,6 +196,8 @@ class Following(DPOptimizer):
             self._own_step = False
 
     def _check_trained(self):
+        if self.shards is not None:
+            self.shards.rest()
         check_trained(self.hooks._module, self._trained)
 
     def clip_factors(self, norms, share=1.0):
@@ -321,10 +326,13 @@ class Following(DPOptimizer):
             _check_processed_flag(total)
         state = self._new_state()
         std = self.noise_multiplier * self.max_grad_norm
-        released, spoilt = noisy(sums, std, self.generator, self.ranks)
+        if self.shards is None:
+            found, spoilt = noisy(sums, std, self.generator, self.ranks.released)
+        else:
+            found, spoilt = self.shards.noisy(parameters, sums, std, self.generator)
         self._noise_states.add(state)
         self._spoilt = self._spoilt | spoilt
-        for p, gradient in zip(parameters, released):
+        for p, gradient in zip(parameters, found):
             p.grad = gradient.view_as(p).to(p.dtype)
             _mark_as_processed(p.summed_grad)
 

@@ -21,6 +21,7 @@ from dpcompanion.engine.norms import GivenNorms, GradientNorms, PersonNorms
 from dpcompanion.engine.options import Options, Settings
 from dpcompanion.engine.randomness import digest, find_keys, keep_keys, note_origin, sources
 from dpcompanion.engine.ranks import check_resumed, on_all_ranks, share_draws
+from dpcompanion.engine.shards import check_measured, is_sharded
 from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.idp.groups import budgets_for
 from dpcompanion.idp.parameters import (
@@ -224,9 +225,10 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         Raises:
             ValueError: bad input; budgets that cannot be met; and what would void the account: a
                 sampler of one's own, a collate_fn that changes the order, drop_last, an iterable
-                data set, a module that is spread over processes (``DistributedDataParallel``,
-                ``fully_shard``) or holds DTensors, an engine that has taken steps. A second call
-                before any step replaces the first, whose optimizer then takes no step.
+                data set, a module that is spread over processes (``DistributedDataParallel``;
+                ``fully_shard`` in other modes than ghost) or holds other DTensors, an engine that
+                has taken steps. A second call before any step replaces the first, whose optimizer
+                then takes no step.
             ValueError: Opacus's `UnsupportedModuleError`, which is one, for a module that mixes
                 examples, here for layers that do, at the first forward pass for any other; or whose
                 norms are not whole.
@@ -396,6 +398,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 f"either loss or norms must be given, by which gradients are measured, got {both}"
             )
         settings = Settings(**options)
+        check_measured(module)
         if loss is not None and not settings.batch_first:
             raise ValueError("norms must be given where batch_first is False, got loss")
         units = self._check(module, optimizer, data_loader, grad_sample_mode, settings)
@@ -459,7 +462,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 "one"
             )
         check_loader(data_loader)
-        check_module(self, module, optimizer, grad_sample_mode)
+        check_module(self, module, optimizer, grad_sample_mode, distributed.current())
+        if is_sharded(module) and not settings.wrap_model:
+            raise ValueError("wrap_model must be True where the module is sharded, got False")
         return settings.units_of(data_loader, grad_sample_mode)
 
     def _calibrate(self, method, budgets, run, max_grad_norm, sample_weight, noise_range):
@@ -495,7 +500,10 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         `data` and `targets`, as in torchvision), else by type and length alone.
 
         A batch that was fetched and took no step yet is fetched again by the run that goes on. On
-        several processes rank 0 writes, and the others only look whether all is well.
+        several processes rank 0 writes, and the others only look whether all is well. Of a module
+        after `fully_shard` the file has the steps, the budgets and how far the streams have come,
+        and neither weights nor the optimizer's state: write these beside it, at the same step, by
+        `torch.distributed.checkpoint`, and read them before the module is made private again.
 
         Raises:
             ValueError: a `checkpoint_dict` of other things than numbers, text, tensors, and lists
@@ -505,7 +513,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         if self.accountant.follower is not None and not self.accountant.follower.ranks.first:
             return
         buffer = io.BytesIO()
-        super().save_checkpoint(path=buffer, **options)
+        super().save_checkpoint(path=buffer, **self._without_shards(options))
         try:
             content = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
         except pickle.UnpicklingError as error:
@@ -513,7 +521,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 "checkpoint_dict and states must hold numbers, text, tensors, and lists and dicts "
                 f"of them, which can be read back without running code, but {error!s:.200}"
             ) from error
-        content["data"] = digest(self.dataset, self.people)
+        content["data"], content["sharded"] = digest(self.dataset, self.people), self._sharded
         note_origin(path, self.accountant.origin, content["data"])
         if self.accountant.origin is None:
             keep_keys(
@@ -536,10 +544,15 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         follower = self.accountant.follower
         ranks = distributed.current() if follower is None else follower.ranks
         with ranks.together():
-            buffer = io.BytesIO()
-            torch.save(read_sealed(path), buffer)
+            content, buffer = read_sealed(path), io.BytesIO()
+            if content.get("sharded", False) != self._sharded:
+                raise ValueError(
+                    "path must be that of a checkpoint of a run whose module was "
+                    f"{'sharded' if self._sharded else 'whole'}, as it is now, got {path!r}"
+                )
+            torch.save(content, buffer)
             buffer.seek(0)
-            found = super().load_checkpoint(path=buffer, **options)
+            found = super().load_checkpoint(path=buffer, **self._without_shards(options))
             check_resumed(self)
             if self.accountant.origin is None and self.accountant.steps < self.accountant.planned:
                 keys = found["privacy_accountant_state_dict"]["generators"]
@@ -553,6 +566,18 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                     )
                 share_draws(self)
         return found
+
+    @property
+    def _sharded(self):
+        return self.accountant.follower is not None and self.accountant.follower.shards is not None
+
+    def _without_shards(self, options):
+        """What Opacus writes and reads: of a sharded module neither weights nor the optimizer's
+        state, of which each rank has a part.
+        """
+        return (
+            options | {"module": torch.nn.Module(), "optimizer": None} if self._sharded else options
+        )
 
     def statement(self) -> str:
         """What an epsilon of this run is about, in the words of

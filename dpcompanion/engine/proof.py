@@ -44,6 +44,7 @@ from torch.overrides import TorchFunctionMode
 from dpcompanion.engine.checks import check_trained, trainable
 from dpcompanion.engine.layers import clear_notes, culprit
 from dpcompanion.engine.outputs import Rows, numbers_in, parts_of, weighed
+from dpcompanion.engine.shards import shards_of
 from dpcompanion.gradients.checks import check_types
 from dpcompanion.gradients.independence import alike
 from dpcompanion.gradients.proof import COMPARED, largest, misfit, norms_of, probed, twice
@@ -92,6 +93,7 @@ class Proof:
         self.open, self._proved, self.busy = True, 0, False
         self.rows = 0  # of how many examples a pass of the proof is
         self._own_loss, self._trained = own_loss, trainable(self._inner)
+        self._shards = shards_of(hooks)  # of a module that is whole while it is proved
         self._state = None  # in which it was proved
         #: What is known against the number that the module puts out; None where it is examples'.
         self.own_loss_mixes, self._numbers = None, False
@@ -101,32 +103,47 @@ class Proof:
         return {"busy": True}  # a copy of the module is none of this training's
 
     def _before(self, module, args, kwargs):
-        with self.ranks.together():
-            self._look(module, args, kwargs)
-
-    def _look(self, module, args, kwargs):
-        if self.busy or not torch.is_grad_enabled() or not (n := self._batch_size()):
+        if self.busy or not torch.is_grad_enabled():
             return
         # Opacus's hooks look away
         if not module.training and hasattr(self._hooks, "hooks_enabled"):
             return
+        with self.ranks.together():
+            if self._shards is None:
+                looked = self._is_due() and self._look(args, kwargs)
+            else:
+                self._shards.rest()
+                due = self._is_due()
+                with self._shards.whole_where(due):
+                    looked = due and self._look(args, kwargs)
+            if looked:
+                self._state = State(self._inner, 0 if self._state is None else self._state.changes)
+
+    def _is_due(self):
+        """Whether the batch at hand waits for a proof."""
+        if not (n := self._batch_size()):
+            return False
         check_trained(self._inner, self._trained)
         if self._state is not None and self._state.has_changed(self._inner):
             self.open, self._proved = True, 0
         if n < 2 * self._proved:
-            return
+            return False
         parameters = [p for p in self._inner.parameters() if p.requires_grad]
-        if any(getattr(p, "_forward_counter", 0) for p in parameters) or not parameters:
-            return  # a pass is under way
+        # else a pass is under way
+        return bool(parameters) and not any(getattr(p, "_forward_counter", 0) for p in parameters)
+
+    def _look(self, args, kwargs):
+        """Prove it with this batch; whether there was something to look at."""
         self.open, self.busy = True, True
+        parameters = [p for p in self._inner.parameters() if p.requires_grad]
         try:
-            batch = Rows((args, kwargs), n, self._dim)
+            batch = Rows((args, kwargs), self._batch_size(), self._dim)
             if batch.found:
                 with self._aside():
                     self._prove(batch, parameters)
-                self._state = State(self._inner, 0 if self._state is None else self._state.changes)
         finally:
             self.busy = False
+        return bool(batch.found)
 
     def _prove(self, batch, parameters):
         try:
@@ -234,6 +251,8 @@ class Proof:
     def _clear(self):
         """Gradients, and what Opacus notes on the way to them."""
         clear_notes(self._inner)
+        if self._shards is not None:
+            self._hooks.take_norms()
         for p in self._inner.parameters():
             p.grad = None
             if hasattr(p, "grad_sample"):
@@ -389,7 +408,11 @@ class Proof:
 
     def _samples(self, p, n):
         """What Opacus found of a parameter: each example's gradient or, in ghost mode, its norm."""
-        found = getattr(p, "_norm_sample" if self._ghost else "grad_sample", None)
+        if self._shards is None:
+            found = getattr(p, "_norm_sample" if self._ghost else "grad_sample", None)
+        else:
+            own = (name for name, one in self._inner.named_parameters() if one is p)
+            found = self._hooks.norms.get(next(own))
         if found is None:
             return p.new_zeros(n) if self._ghost else torch.zeros_like(p).expand(n, *p.shape)
         if not torch.is_tensor(found) or len(found) != n:

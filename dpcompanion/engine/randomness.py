@@ -94,9 +94,9 @@ def digest(dataset, people=None):
     )
 
 
-def noisy(sums, std, generator, ranks):
-    """Each sum, over all ranks, with its noise N(0, std^2), of its shape, type and device; and
-    whether they were not finite.
+def noisy(sums, std, generator, released):
+    """Each sum with its noise N(0, std^2), of its shape, type and device; and whether they were not
+    finite. `released` brings together those of all ranks (`Ranks.released`).
 
     On the host a FloatingPointError says so at once. A device is not asked, since the host would
     wait for it: there the answer is a tensor, and where it is yes nothing that comes out is a
@@ -119,7 +119,7 @@ def noisy(sums, std, generator, ranks):
     total = torch.cat(
         [s.detach().flatten().to(device=sums[0].device, dtype=torch.float64) for s in sums]
     )
-    total = ranks.released(total, with_noise)
+    total = released(total, with_noise)
     spoilt = ~total.isfinite().all() if on_accelerator(total) else torch.tensor(False)
     pieces = total.split([s.numel() for s in sums])
     return [

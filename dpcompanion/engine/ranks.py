@@ -9,7 +9,8 @@ draw. Ranks meet
 * in the last piece of each draw: the clipped sums of all are added up on rank 0, which adds the
   noise, once, and all receive the same bits;
 * at the end of each epoch, and after the last step, where they compare their weights; and when a
-  checkpoint is loaded.
+  checkpoint is loaded;
+* of a module after `fully_shard`, in every pass (`dpcompanion.engine.shards`).
 """
 
 import functools

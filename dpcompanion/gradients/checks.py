@@ -103,18 +103,19 @@ _WRAPPERS_OF_OPACUS = {"DifferentiallyPrivateDistributedDataParallel", "FSDP2Wra
 _IN_PLACE = {"FullyShardedDataParallel", "FSDPModule", "DDP"}
 
 
-def check_alone(model, *, opacus=False, name="model"):
+def check_alone(model, *, opacus=False, name="model", tensors=True):
     """Refuse a model that is spread over processes or devices (with `opacus` by that library, too),
-    or of which a tensor is (`DTensor`): no gradient would be sent between them, and with one seed
-    all would draw the same noise; and of a part of a gradient no norm is known.
+    or of which a tensor is (`DTensor`, unless `tensors` are let be): no gradient would be sent
+    between them, and with one seed all would draw the same noise; and of a part of a gradient no
+    norm is known.
 
     Raises:
         ValueError: naming the class, under the `name` of the argument.
     """
     classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     wrappers = classes & (_WRAPPERS | (_WRAPPERS_OF_OPACUS if opacus else set()))
-    tensors = [p.data for p in model.parameters()] + list(model.buffers())
-    inside = sorted(classes & _IN_PLACE) + sorted({type(t).__name__ for t in tensors} & {"DTensor"})
+    held = [p.data for p in model.parameters()] + list(model.buffers()) if tensors else []
+    inside = sorted(classes & _IN_PLACE) + sorted({type(t).__name__ for t in held} & {"DTensor"})
     if wrappers or inside:
         cure = (
             "as it was before fully_shard, FullyShardedDataParallel, replicate or "
@@ -126,6 +127,7 @@ def check_alone(model, *, opacus=False, name="model"):
             "they are sent between processes; give the module itself, "
             f"{cure if inside else 'model.module'}: train and the engine cut each draw among the "
             "ranks of torch.distributed and add up clipped sums themselves"
+            + ("; the engine takes fully_shard in ghost mode" if opacus and inside else "")
         )
 
 

@@ -139,14 +139,22 @@ def noted(model, *, values):
     return {
         what: (
             t,
-            t._version,
-            _place(t),
-            t.detach().clone()
+            local(t)._version,
+            _place(local(t)),
+            local(t).detach().clone()
             if (values or not isinstance(t, torch.nn.Parameter)) and not t.is_meta
             else None,
         )
         for what, t in _tensors_of(model).items()
     }
+
+
+def local(t):
+    """The part of a DTensor that this process has; of another tensor itself."""
+    if type(t).__name__ != "DTensor":
+        return t
+    with torch.no_grad():
+        return t.to_local()
 
 
 def _place(t):
@@ -180,11 +188,12 @@ def check_untouched(model, before, *, name="model", buffers=True, wait=True):
     for what, t in _tensors_of(model).items():
         was, version, place, value = before.get(what, (None,) * 4)
         if isinstance(t, torch.nn.Parameter) or buffers:
-            if was is not t or (version, place) != (t._version, _place(t)):
+            here = local(t)
+            if was is not t or (version, place) != (here._version, _place(here)):
                 refuse_statistics(what, name)
             elif value is not None and not wait and on_accelerator(t):
-                later[what] = ~equal(value, t)
-            elif value is not None and not _same(value, t):
+                later[what] = ~equal(value, here)
+            elif value is not None and not _same(value, here):
                 refuse_statistics(what, name)
     return later
 

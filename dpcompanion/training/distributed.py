@@ -83,6 +83,12 @@ class Ranks:
         """The ranks' summed totals with noise, by `noisy` on rank 0: the same bits everywhere."""
         return noisy(total)
 
+    def from_parts(
+        self, part: torch.Tensor, together: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+    ) -> torch.Tensor:
+        """This rank's part of what `together` makes, on rank 0, of the parts (k,) of all ranks."""
+        return together([part])[0]
+
     def same(self, described: Callable[[], Mapping[str, str]], what: str) -> None:
         """Refuse ranks that differ in what `described` gives, {name: value or digest}."""
 
@@ -149,6 +155,22 @@ class _Several(Ranks):
         self._agreed()  # if rank 0 could not add noise, there is nothing to receive
         self._call(dist.broadcast, there, 0, group=group)
         return there.to(total.device)
+
+    def from_parts(self, part, together):
+        self._agreed()
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        self._call(dist.all_gather, sizes, torch.tensor([len(part)]), group=self._host)
+        mine = part.new_zeros(int(max(sizes)), device="cpu")
+        mine[: len(part)] = part
+        parts = [torch.zeros_like(mine) for _ in sizes] if self.first else None
+        self._call(dist.gather, mine, parts, 0, group=self._host)
+        if parts is not None:
+            found = together([one[: int(size)] for one, size in zip(parts, sizes)])
+            for one, own in zip(parts, found, strict=True):
+                one[: len(own)] = own
+        self._agreed()  # if rank 0 could not, there is nothing to receive
+        self._call(dist.scatter, mine, parts, 0, group=self._host)
+        return mine[: len(part)].to(part.device)
 
     def same(self, described, what):
         ours: Any = dict(described())
@@ -266,7 +288,7 @@ def _processes():
 
 def digest(*values: Any) -> str:
     """A sha256 of numbers, texts and tensors, in lists and dicts of any nesting; of other objects,
-    of their type.
+    of their type; of a DTensor, of which each rank has another part, of its shape and placement.
     """
     total = hashlib.sha256()
 
@@ -279,6 +301,8 @@ def digest(*values: Any) -> str:
             total.update(f"[{len(value)}".encode())
             for part in value:
                 add(part)
+        elif type(value).__name__ == "DTensor":
+            add([str(value.dtype), tuple(value.shape), str(getattr(value, "placements", None))])
         elif isinstance(value, torch.Tensor):
             total.update(digest_of(value).encode())
         elif value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):

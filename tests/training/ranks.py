@@ -5,6 +5,7 @@ They are started once for all tests of a size, and meet in a file.
 
 import contextlib
 import datetime
+import importlib
 import os
 import signal
 import sys
@@ -37,7 +38,7 @@ class Pool:
     raised.
     """
 
-    def __init__(self, size, folder, backend="gloo"):
+    def __init__(self, size, folder, backend="gloo", cases=__name__):
         # What takes long to import is imported once; the package is that of this process.
         context = torch.multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch._dynamo", "scipy.stats", "mpmath", "opacus"])
@@ -46,7 +47,7 @@ class Pool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, size, backend, f"file://{folder}/meet", theirs),
+                args=(rank, size, backend, f"file://{folder}/meet", theirs, cases),
                 daemon=True,
             )
             process.start()
@@ -68,7 +69,7 @@ class Pool:
             process.kill()
 
 
-def _serve(rank, size, backend, meet, pipe):
+def _serve(rank, size, backend, meet, pipe, cases):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if backend == "nccl":
@@ -83,7 +84,7 @@ def _serve(rank, size, backend, meet, pipe):
     while (asked := pipe.recv()) is not None:
         case, options = asked
         try:
-            pipe.send(globals()[case](**options))
+            pipe.send(getattr(importlib.import_module(cases), case)(**options))
         except BaseException as error:  # what a rank raises is what a test looks at
             pipe.send((type(error).__name__, str(error)))
     dist.destroy_process_group()
