@@ -253,8 +253,8 @@ FAULTS = (
     fault(
         "the engine adds noise once per two steps",
         "engine/optimizers.py",
-        "noisy(sums, std, self.generator, self.ranks)",
-        "noisy(sums, (1 - self._accountant.steps % 2) * std, self.generator, self.ranks)",
+        "noisy(sums, std, self.generator, self.ranks.released)",
+        "noisy(sums, (1 - self._accountant.steps % 2) * std, self.generator, self.ranks.released)",
         "engine/test_private.py::test_noise_has_the_deviation_that_was_told_and_empty_batches_take_a_step_of_noise",
     ),
     fault(
