@@ -29,8 +29,8 @@ class MultiheadAttention(nn.Module):
     """`torch.nn.MultiheadAttention` for private training: same arguments, outputs and state_dict.
 
     Args:
-        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
-            device, dtype: as in `torch.nn.MultiheadAttention`.
+        embed_dim, num_heads, dropout, bias: as in `torch.nn.MultiheadAttention`.
+        add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as there.
 
     Raises:
         ValueError: an embed_dim that num_heads does not divide; at a call, inputs without an axis

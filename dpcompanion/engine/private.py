@@ -346,8 +346,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 it.
             updates_per_epoch: measurements an epoch, above 0; from len(data_loader) on there is one
                 before each step.
-            criterion, seed, noise_generator, grad_sample_mode, batch_first, loss_reduction,
-                wrap_model: as in `make_private_with_budgets`.
+            criterion, seed, noise_generator: as in `make_private_with_budgets`.
+            grad_sample_mode, batch_first, loss_reduction, wrap_model: as there.
             prove, trust_loss, people, at_most, unit: as there. A person's norm is measured at a
                 choice of their rows.
 

@@ -196,8 +196,8 @@ class RNN(_Recurrent):
     """`torch.nn.RNN` for private training: the same arguments, outputs and state_dict.
 
     Args:
-        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
-            nonlinearity, device, dtype: as in `torch.nn.RNN`.
+        input_size, hidden_size, num_layers, nonlinearity, bias: as in `torch.nn.RNN`.
+        batch_first, dropout, bidirectional, device, dtype: as there.
 
     >>> plain = torch.nn.RNN(3, 4, batch_first=True)
     >>> layer = RNN.of(plain)

@@ -2,8 +2,7 @@
 
     with processes(8): ...                    eight processes here; one that is lost costs its piece
     with joblib.parallel_config("dask"): ...  any back end of joblib: Dask, Ray, its own processes
-    with share(2, 5): ...                     every fifth piece, from the second; others are left to
-                                              other runs
+    with share(2, 5): ...                     every fifth piece, from the second, beside other runs
 
 `dpcompanion.reproduction.pieces` asks `each` to do its pieces, and says what it does not find when
 all is done. A worker writes its piece itself, whole or not at all, into a folder that all share, so

@@ -3,11 +3,11 @@ r"""A run on several processes, the ranks of `torch.distributed`: the only place
 Every rank is given the same plan, data, model and options, and calls `train` alike.  At each step
 
 1. all ranks make the same Poisson draw, from one key, and the same limits (filters decide before
-  the draw);
+   the draw);
 2. each rank computes the clipped sum of its share of the draw, which may be empty;
 3. norms and losses of all shares are gathered, so that trackers, callbacks and histories are alike;
 4. the sums are added up on rank 0, which adds the noise, once; what all ranks receive is the noisy
-  sum.
+   sum.
 
 So all ranks take the same step, to the last bit, and the account is that of one process. The result
 is that of one process up to the order of sums; what is random in a model (dropout), a transform or
