@@ -173,6 +173,7 @@ def clipped_sum(
             model that is seen not to consist of layers, or a precision that the model or the device
             does not have.
 
+    >>> from dpcompanion.gradients import cross_entropy
     >>> model = torch.nn.Linear(3, 2)
     >>> x, y = torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])
     >>> result = clipped_sum(model, cross_entropy, x, y, max_grad_norm=0.1)
@@ -234,6 +235,7 @@ def gradient_norms(
             seen not to consist of layers, or a precision that the model or the device does not
             have.
 
+    >>> from dpcompanion.gradients import cross_entropy
     >>> x, y = torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])
     >>> gradient_norms(torch.nn.Linear(3, 2), cross_entropy, x, y).shape
     torch.Size([5])
