@@ -119,6 +119,8 @@ What the engine cannot see, it takes on trust:
 * weights of examples that the loop computes depend on each example alone;
 * under autocast in bfloat16 a loss is compared to within a twentieth;
 * in the mode "ew", no loss is made of what a hook took from inside of the module;
+* in the mode "ghost", no hook comes to lie on a weight's node of the autograd graph once training
+  has begun, as it would change sums that were clipped (hooks of tensors and parameters are seen);
 * with trust_loss=True, the loop's loss is made of losses of which each depends on one example.
 
 Needs Opacus, version 1.6 or later.
