@@ -1,5 +1,6 @@
 """Runs on several processes end where those of one do, and no rank goes on without the others."""
 
+import contextlib
 import os
 import pathlib
 import subprocess
@@ -18,22 +19,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook")
 FALSE_ALARM = 1e-6  # the probability with which a right trainer would fail
 
 
-def pool_of(size, folder):
-    found = ranks.Pool(size, folder)
-    try:
-        yield found
-    finally:
-        found.close()
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    yield from pool_of(2, tmp_path_factory.mktemp("two"))
+    with contextlib.closing(ranks.Pool(2, tmp_path_factory.mktemp("two"))) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    yield from pool_of(4, tmp_path_factory.mktemp("four"))
+    with contextlib.closing(ranks.Pool(4, tmp_path_factory.mktemp("four"))) as found:
+        yield found
 
 
 def check_alike(found):

@@ -2,6 +2,8 @@
 once, and what would change its sums is refused or has no effect.
 """
 
+import contextlib
+
 import pytest
 import torch
 from scipy import stats
@@ -17,22 +19,18 @@ FALSE_ALARM = 1e-6  # the probability with which a right engine would fail
 SHARDED = {"how": "in order"}
 
 
-def pool_of(size, folder):
-    found = ranks.Pool(size, folder, cases="shards")
-    try:
-        yield found
-    finally:
-        found.close()
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    yield from pool_of(2, tmp_path_factory.mktemp("two"))
+    folder = tmp_path_factory.mktemp("two")
+    with contextlib.closing(ranks.Pool(2, folder, cases="shards")) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    yield from pool_of(4, tmp_path_factory.mktemp("four"))
+    folder = tmp_path_factory.mktemp("four")
+    with contextlib.closing(ranks.Pool(4, folder, cases="shards")) as found:
+        yield found
 
 
 def check_as_alone(found, alone, tolerance=1e-8):
