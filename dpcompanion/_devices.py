@@ -1,4 +1,8 @@
-"""Tensors on accelerators: whether reading waits for the device, and how to move and cast."""
+"""Tensors on accelerators: whether reading waits for them, how to move, cast and multiply."""
+
+import contextlib
+import functools
+import inspect
 
 import torch
 
@@ -24,6 +28,45 @@ def shortens_products(device):
     if setting is None:  # before PyTorch 2.9
         return torch.get_float32_matmul_precision() != "highest"
     return setting not in ("none", "ieee")
+
+
+@contextlib.contextmanager
+def whole_convolutions(device):
+    """Within, convolutions of float32 are made in float32 on a GPU, too: by default PyTorch lets
+    cuDNN round their factors to ten bits (TF32), so that an example's gradient would depend on who
+    is beside it, and a clipped one could be longer than its clip norm, by a thousandth.
+
+    >>> with whole_convolutions("cpu"):
+    ...     pass
+    """
+    cudnn = torch.backends.cudnn
+    if torch.device(device).type != "cuda":
+        yield
+        return
+    try:
+        before, place, name = cudnn.allow_tf32, cudnn, "allow_tf32"
+        whole = False
+    except RuntimeError:  # where the caller has set one kind of operation alone
+        before, place, name = cudnn.conv.fp32_precision, cudnn.conv, "fp32_precision"
+        whole = "ieee"
+    setattr(place, name, whole)
+    try:
+        yield
+    finally:
+        setattr(place, name, before)
+
+
+def with_whole_convolutions(function):
+    """The function within `whole_convolutions`, on the device of its argument x."""
+    place = list(inspect.signature(function).parameters).index("x")
+
+    @functools.wraps(function)
+    def within(*args, **kwargs):
+        x = args[place] if len(args) > place else kwargs["x"]
+        with whole_convolutions(x.device):
+            return function(*args, **kwargs)
+
+    return within
 
 
 def to_device(tensor, device):

@@ -13,7 +13,7 @@ from opacus.utils.fast_gradient_clipping_utils import (
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 
-from dpcompanion._devices import autocasts
+from dpcompanion._devices import autocasts, whole_convolutions
 from dpcompanion.engine.criterion import LossCompany, Unreduced, note_call
 from dpcompanion.engine.optimizers import Following
 from dpcompanion.engine.proof import Proof, missing
@@ -219,7 +219,8 @@ class GhostLosses(DPTensorFastGradientClipping):
         with self.optimizer.ranks.together():
             _check_autocast(None, (self.loss_per_sample,))
         self.optimizer.prove_losses(self.loss_per_sample)
-        super().backward()
+        with whole_convolutions(self.loss_per_sample.device):
+            super().backward()
 
 
 def _keeping(name):

@@ -41,6 +41,7 @@ from opacus.validators.errors import UnsupportedModuleError
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
+from dpcompanion._devices import whole_convolutions
 from dpcompanion.engine.checks import check_trained, trainable
 from dpcompanion.engine.layers import clear_notes, culprit
 from dpcompanion.engine.outputs import Rows, numbers_in, parts_of, weighed
@@ -147,7 +148,8 @@ class Proof:
 
     def _prove(self, batch, parameters):
         try:
-            self._prove_known(batch, parameters)
+            with whole_convolutions(parameters[0].device):
+                self._prove_known(batch, parameters)
         except (ValueError, torch.cuda.OutOfMemoryError):
             raise
         except Exception as error:

@@ -38,6 +38,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.grad import conv2d_weight
 
+from dpcompanion._devices import whole_convolutions
 from dpcompanion.gradients.matrices import (
     CACHED,
     bias_gradients,
@@ -62,8 +63,9 @@ from dpcompanion.gradients.tensors import (
 # Where the axes of a convolution's weight, (n, out, in, height, width), are among those of its
 # gradients as computed.
 AXES = (0, 1, 4, 2, 3)
-# Numbers that a block of examples may take while a norm is worked out.
-_BLOCK = 2**23
+# Numbers that a block of examples may take while a norm is worked out: few enough for a processor's
+# memory to be used again, and on a GPU so many that launches do not count.
+_BLOCK, _BLOCK_ON_GPU = 2**23, 2**27
 
 
 def _scaled(tensor, factors):
@@ -189,11 +191,13 @@ class Ghost:
     def _dtype(self):
         return next(iter(own_parameters(self.module).values())).dtype
 
-    def blocks(self, uses, numbers=_BLOCK):
+    def blocks(self, uses, numbers=None):
         """The uses of a few examples at a time, such that their gradients or patches take that many
         numbers; in the precision in which they are multiplied for norms.
         """
         weight, positions = self.module.weight, count_positions(self.module, uses)
+        if numbers is None:
+            numbers = _BLOCK if weight.device.type == "cpu" else _BLOCK_ON_GPU
         rows = max(1, numbers // max(weight.numel(), positions * weight[0].numel()))
         short = positions > 1 and not gram_is_cheaper(
             self.module, positions, kept=False, dtype=uses[0][1].dtype
@@ -271,9 +275,10 @@ class Ghost:
                 stride=conv.stride, padding=padding, dilation=conv.dilation, groups=conv.groups
             )
             pieces = zip(a.chunk(runs), g.chunk(runs))
-            return torch.stack(
-                [conv2d_weight(a, conv.weight.shape, g, **options) for a, g in pieces]
-            )
+            with whole_convolutions(a.device):
+                return torch.stack(
+                    [conv2d_weight(a, conv.weight.shape, g, **options) for a, g in pieces]
+                )
         return g.reshape(runs, -1, g.shape[-1]).mT @ a.reshape(runs, -1, a.shape[-1])
 
 

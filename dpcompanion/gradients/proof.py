@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dpcompanion._devices import with_whole_convolutions
 from dpcompanion.gradients.independence import check_company, check_independence
 from dpcompanion.gradients.tensors import UnsupportedModel, in_best_format, losses_in, tolerances
 from dpcompanion.gradients.traces import beginning_alike, evaluating, weights_nearby
@@ -126,6 +127,7 @@ def twice(parameters, compare, rows, nearby=None):
 # How the trainer's claims are got.
 
 
+@with_whole_convolutions
 def prove(model, loss, x, y, candidate):
     """Raise unless `candidate` is what autograd says of the examples with the largest gradients.
 
@@ -160,6 +162,7 @@ def prove(model, loss, x, y, candidate):
         twice(way.parameters, way.compare, rows)
 
 
+@with_whole_convolutions
 def prove_in(precision, model, loss, x, y, candidate):
     """As `prove`, with the network in a lower precision on both sides, for the two examples with
     the largest gradients.
@@ -175,6 +178,7 @@ def prove_in(precision, model, loss, x, y, candidate):
         twice(way.parameters, way.compare, rows, nearby=rows)
 
 
+@with_whole_convolutions
 def prove_alone(model, loss, x, y, candidate):
     """As `prove`, for a way that puts each example through the model alone, whatever the model does
     with a batch.
@@ -190,6 +194,7 @@ def prove_alone(model, loss, x, y, candidate):
             twice(way.parameters, way.compare, rows, nearby=rows)
 
 
+@with_whole_convolutions
 def largest_gradients(model, loss, x, y, count=COMPARED):
     """Rows of the `count` examples with the largest finite gradients, by plain autograd, of a probe
     spread over (x, y), the largest first.

@@ -458,7 +458,9 @@ class TrainingLoop:
         self.take_step()
         run.norms = norms
         self.dropped += (norms.isinf() & taking if away else norms.isinf()).sum()
-        run.history.batch_sizes[at] = taking.sum() if away else len(drawn)
+        # an assignment of a number would be waited for on a GPU
+        size = run.history.batch_sizes.select(0, at)
+        size.copy_(taking.sum()) if away else size.fill_(len(drawn))
         if away:
             run.history.losses[at] = torch.where(taking, losses, 0).sum() / taking.sum()
         elif len(drawn):

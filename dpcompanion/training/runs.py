@@ -478,7 +478,7 @@ class Ensemble:
         draws = [self._draw(run) if going[run] else none for run in rows]
         sizes = torch.tensor([len(indices) for indices, _ in draws])
         self.batch_sizes[rows.start : rows.stop, self.step] = sizes
-        self._sums[rows.start : rows.stop] = 0
+        self._sums[rows.start : rows.stop].zero_()
         indices = torch.zeros(len(rows), max(1, int(sizes.max())), dtype=torch.int64)
         # 0 beyond a run's own examples: they count nothing
         limits = torch.zeros(indices.shape, dtype=torch.float64)

@@ -433,7 +433,8 @@ class NormTracker(OwnLoop):
         self._accountant.record(
             self.norms[examples], steps=self.steps - self._recorded[examples], examples=examples
         )
-        self._recorded[examples] = self.steps
+        # an assignment of a number would be waited for on a GPU
+        self._recorded.index_fill_(0, examples, self.steps)
         self.norms[examples] = norms
         if self._limits is not None:
             self._limits[examples] = self._accountant.charged(norms)

@@ -12,6 +12,7 @@ from dpcompanion.training import (
     DPSGDPlan,
     NormTracker,
     Performance,
+    clipped_sum,
     cross_entropy,
     loop,
     models,
@@ -44,6 +45,12 @@ def watched():
         yield lambda: torch.cuda.set_sync_debug_mode("error")
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(autouse=True)
+def as_pytorch_begins():
+    """Convolutions may round to TF32, products of matrices may not: the defaults of PyTorch."""
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = True, False
 
 
 def optimizer_of(model):
@@ -89,7 +96,6 @@ def test_a_record_waits_for_nothing(watched):
 
 @pytest.mark.parametrize("clipping", ["maximum", "individual"])
 def test_a_run_ends_where_that_of_the_processor_does(data, clipping):
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     ends = []
     for device in ("cpu", "cuda"):
         model = copy.deepcopy(models.mnist_cnn(seed=0)).double()
@@ -119,8 +125,21 @@ def test_a_run_ends_where_that_of_the_processor_does(data, clipping):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("method", ["mixed", "ghost", "func"])
+def test_convolutions_round_nothing_to_tf32(method):
+    model = models.resnet20(seed=0).cuda()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 3, 32, 32, generator=generator).cuda()
+    y = torch.arange(12).cuda() % 10
+    found = clipped_sum(model, cross_entropy, x, y, 0.1, method=method)
+    exact = clipped_sum(model.double(), cross_entropy, x.double(), y, 0.1, method="func")
+    assert torch.backends.cudnn.allow_tf32
+    torch.testing.assert_close(found.norms.double(), exact.norms, rtol=1e-4, atol=0)
+    for name, g in found.gradients.items():
+        assert (g - exact.gradients[name]).norm() < 1e-4 * exact.gradients[name].norm()
+
+
 def test_runs_side_by_side_end_where_those_of_the_processor_do(data):
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     one, other = (
         train_ensemble(
             models.mnist_cnn(seed=0).double(),
@@ -161,7 +180,7 @@ def test_a_step_of_the_engine_waits_for_nothing(data, watched, mode):
     criterion, loader = rest if mode == "ghost" else (torch.nn.CrossEntropyLoss(), *rest)
     for number, (x, y) in enumerate(batch for _ in range(2) for batch in loader):
         x, y = x.cuda(), y.cuda()
-        if number:  # with the first it is proved
+        if number & (number + 1):  # the batches 1, 2, 4, 8, ... are looked at
             watched()
         optimizer.zero_grad()
         criterion(model(x), y).backward()

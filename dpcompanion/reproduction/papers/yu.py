@@ -12,7 +12,7 @@ from torch import nn
 from dpcompanion import data, release
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.papers.common import rank
-from dpcompanion.training import cross_entropy, models
+from dpcompanion.training import Performance, cross_entropy, models
 from dpcompanion.training.tracking import NormTracker
 
 
@@ -175,10 +175,18 @@ def outcome(model, loss, x, y):
     return loss(outputs, y), outputs.argmax(1) == y
 
 
+def microbatch_size(device):
+    """Examples in one pass: on a GPU, which waits for launches otherwise, as many as leave the
+    gradients of ResNet-20 within what is held at once.
+    """
+    return None if torch.device(device).type == "cpu" else 960
+
+
 def trackers_of(task, plan, model, loss, data, chosen, *, running=False, **options):
     """A tracker of all examples, which are measured as the task says; and, if some are `chosen`,
     one of these, measured at every step.
     """
+    options["performance"] = Performance(microbatch_size=microbatch_size(data[0].device))
     trackers = [
         NormTracker.for_plan(
             plan,

@@ -88,7 +88,7 @@ def test_a_run_charges_what_the_tracker_of_its_setting_charges():
 def test_the_uniform_epsilon_of_a_records_configuration_is_that_of_its_run():
     for exhibit, setting, n, top in (
         ("figure-1", None, None, "worst_case"),
-        ("figure-1-short", None, None, "worst_case"),
+        ("figure-1-resnet20", None, None, "worst_case"),
         ("figure-4-short", "gender", 6_240, "gender.worst_case"),
     ):
         record = experiments.get(f"{chapter.NAME}/{exhibit}").record("paper")
