@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ def whole_convolutions(device):
     >>> with whole_convolutions("cpu"):
     ...     pass
     """
-    cudnn = torch.backends.cudnn
+    cudnn: Any = torch.backends.cudnn
     if torch.device(device).type != "cuda":
         yield
         return

@@ -10,6 +10,7 @@ import scipy.sparse
 import torch
 from torch import nn
 
+from dpcompanion._devices import whole_convolutions
 from dpcompanion.gradients import checks
 from dpcompanion.gradients.tensors import call_with
 from dpcompanion.training import (
@@ -430,3 +431,36 @@ def test_clip_norms_may_be_a_list():
     )
     assert torch.allclose(one.gradients["weight"], other.gradients["weight"])
     refused("shape", clipped_sum, model, cross_entropy, X, Y, limits[:3])
+
+
+def test_convolutions_round_nothing_on_a_gpu_and_the_callers_setting_comes_back():
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32
+    try:
+        for allowed in (True, False):
+            cudnn.allow_tf32 = allowed
+            with pytest.raises(ZeroDivisionError), whole_convolutions("cuda"):
+                assert not cudnn.allow_tf32
+                1 / 0  # noqa: B018
+            assert cudnn.allow_tf32 == allowed
+        with whole_convolutions("cpu"):
+            assert cudnn.allow_tf32 == allowed
+    finally:
+        cudnn.allow_tf32 = before
+
+
+@pytest.mark.skipif(
+    not hasattr(getattr(torch.backends.cudnn, "conv", None), "fp32_precision"),
+    reason="needs PyTorch 2.9, where convolutions have a setting of their own",
+)
+def test_a_setting_of_convolutions_alone_is_kept_too():
+    convolutions = torch.backends.cudnn.conv
+    before = torch.backends.cudnn.allow_tf32
+    try:
+        torch.backends.cudnn.allow_tf32 = False
+        convolutions.fp32_precision = "tf32"
+        with whole_convolutions("cuda"):
+            assert convolutions.fp32_precision == "ieee"
+        assert convolutions.fp32_precision == "tf32"
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
