@@ -3,9 +3,9 @@
     python tools/prove.py test
     python tools/prove.py prove      the rest, which takes longer
 
-Steps of one lane run one after the other and print as they go. The second lane fills the cores that
-the first leaves idle, and prints a step when it is over. A step that fails does not keep the others
-from running, but the end is red.
+Lanes run side by side, so that no core is idle while the last of a step's workers ends; the steps of
+a lane run one after the other. The first lane prints as it goes, the others a step when it is over.
+A step that fails does not keep the others from running, but the end is red.
 """
 
 import collections
@@ -31,8 +31,8 @@ STEPS = {
             "lint": (*MAKE, "lint"),
             "notebooks and their sources": (sys.executable, "tools/notebooks.py", "check"),
             "unit tests and doctests": (*PYTEST, "-m", "not slow"),
-            "notebooks executed again, by nbval": (*MAKE, "notebooks"),
         },
+        {"notebooks executed again, by nbval": (*MAKE, "notebooks")},
         {"types": (*MAKE, "types"), "site, its warnings as errors": (*MAKE, "site")},
     ),
     "prove": (
@@ -84,14 +84,16 @@ def run(title, command, live):
 
 
 def main(which):
-    lane, beside = STEPS[which]
-    with ThreadPoolExecutor() as pool:
-        later = pool.submit(
-            lambda: {title: run(title, command, live=False) for title, command in beside.items()}
-        )
-        found = {
-            title: run(title, command, live=True) for title, command in lane.items()
-        } | later.result()
+    first, *others = STEPS[which]
+
+    def steps(lane, live=False):
+        return {title: run(title, command, live) for title, command in lane.items()}
+
+    with ThreadPoolExecutor(len(others)) as pool:
+        beside = [pool.submit(steps, lane) for lane in others]
+        found = steps(first, live=True)
+        for lane in beside:
+            found |= lane.result()
     skipped = collections.Counter()
     print("\n== what was proved")
     for title, (good, lines, minutes) in found.items():

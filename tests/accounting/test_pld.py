@@ -108,13 +108,16 @@ def inverted_delta(q, sigma, steps, epsilon, direction="remove"):
     return total * step / math.pi * math.exp(steps * log_scale - tilt * epsilon)
 
 
-@given(
-    rate=st.floats(-6, -0.01),
-    noise=st.floats(-0.9, 3),
-    log_delta=st.floats(-15, -0.5),
-    direction=st.sampled_from(DIRECTIONS),
-)
-@settings(max_examples=40, deadline=None)
+ONE_STEP = {
+    "rate": st.floats(-6, -0.01),
+    "noise": st.floats(-0.9, 3),
+    "log_delta": st.floats(-15, -0.5),
+    "direction": st.sampled_from(DIRECTIONS),
+}
+
+
+@given(**ONE_STEP)
+@settings(max_examples=12, deadline=None)
 def test_one_step_is_never_below_the_closed_form_and_close_to_it(rate, noise, log_delta, direction):
     q, sigma, delta = 10**rate, 10**noise, 10**log_delta
     if one_step_delta(q, sigma, 0, direction) <= delta:
@@ -132,6 +135,14 @@ def test_one_step_is_never_below_the_closed_form_and_close_to_it(rate, noise, lo
         1.1 * loss.error, loss.interval if direction == "add" else 0.0
     )
     assert one_step_delta(q, sigma, lower, direction) >= delta * (1 - 1e-9)
+
+
+@pytest.mark.slow
+@given(**ONE_STEP)
+@settings(max_examples=60, deadline=None)
+def test_one_step_is_so_in_many_more_places(rate, noise, log_delta, direction):
+    inner = test_one_step_is_never_below_the_closed_form_and_close_to_it.hypothesis.inner_test
+    inner(rate, noise, log_delta, direction)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -836,7 +836,9 @@ class Sleeping(nn.Module):
         return self.last(h)
 
 
-@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+@pytest.mark.parametrize(
+    "mode", ["hooks", pytest.param("functorch", marks=pytest.mark.slow), "ghost"]
+)
 @pytest.mark.parametrize("kind", ["mode", "flag", "number", "hook", "buffer"])
 def test_what_wakes_after_the_proof_is_proved_again(kind, mode):
     model = Sleeping(kind)

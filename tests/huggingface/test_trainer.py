@@ -82,8 +82,14 @@ def clipped_by_autograd(model, x, y, c):
     return total
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name, lora",
+    [
+        pytest.param(name, lora, marks=[pytest.mark.slow] if lora and number else [])
+        for number, name in enumerate(MODELS)
+        for lora in (False, True)
+    ],
+)
 def test_a_step_is_that_of_autograd_one_person_at_a_time(name, lora, tmp_path, monkeypatch):
     model = model_of(name, lora=lora)
     if name == "t5" and not lora:  # three layers share it, and positions come before examples
