@@ -3,9 +3,9 @@
     python tools/prove.py test
     python tools/prove.py prove      the rest, which takes longer
 
-Lanes run side by side, so that no core is idle while the last of a step's workers ends; the steps of
-a lane run one after the other. The first lane prints as it goes, the others a step when it is over.
-A step that fails does not keep the others from running, but the end is red.
+Lanes run side by side, so that no core is idle while the last of a step's workers ends; steps of a
+lane run one after the other. The first lane prints as it goes, the others a step when it is over. A
+step that fails does not keep the others from running, but the end is red.
 """
 
 import collections
