@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import threading
 from typing import Any
 
 import torch
@@ -31,30 +32,50 @@ def shortens_products(device):
     return setting not in ("none", "ieee")
 
 
-@contextlib.contextmanager
+class _Whole:
+    """How many threads are within `whole_convolutions`, and what was set before the first."""
+
+    def __init__(self):
+        self._lock, self._within, self._before = threading.Lock(), 0, []
+
+    def __enter__(self):
+        with self._lock:
+            if not self._within:
+                self._before = [(*each, getattr(*each)) for each in self._places()]
+                for place, name, _ in self._before:
+                    setattr(place, name, False if name == "allow_tf32" else "ieee")
+            self._within += 1
+
+    def __exit__(self, *_):
+        with self._lock:
+            self._within -= 1
+            if not self._within:
+                for place, name, before in self._before:
+                    setattr(place, name, before)
+
+    @staticmethod
+    def _places():
+        cudnn: Any = torch.backends.cudnn
+        try:
+            cudnn.allow_tf32  # noqa: B018
+        except RuntimeError:  # where the caller has set one kind of operation alone
+            return [(cudnn.conv, "fp32_precision"), (cudnn.rnn, "fp32_precision")]
+        return [(cudnn, "allow_tf32")]
+
+
+_WHOLE = _Whole()
+
+
 def whole_convolutions(device):
-    """Within, convolutions of float32 are made in float32 on a GPU, too: by default PyTorch lets
-    cuDNN round their factors to ten bits (TF32), so that an example's gradient would depend on who
-    is beside it, and a clipped one could be longer than its clip norm, by a thousandth.
+    """A context in which convolutions of float32 are made in float32 on a GPU, too: by default
+    PyTorch lets cuDNN round their factors to ten bits (TF32), so that an example's gradient would
+    depend on who is beside it, and a clipped one could be longer than its clip norm, by a
+    thousandth.
 
     >>> with whole_convolutions("cpu"):
     ...     pass
     """
-    cudnn: Any = torch.backends.cudnn
-    if torch.device(device).type != "cuda":
-        yield
-        return
-    try:
-        before, place, name = cudnn.allow_tf32, cudnn, "allow_tf32"
-        whole = False
-    except RuntimeError:  # where the caller has set one kind of operation alone
-        before, place, name = cudnn.conv.fp32_precision, cudnn.conv, "fp32_precision"
-        whole = "ieee"
-    setattr(place, name, whole)
-    try:
-        yield
-    finally:
-        setattr(place, name, before)
+    return _WHOLE if torch.device(device).type == "cuda" else contextlib.nullcontext()
 
 
 def with_whole_convolutions(function):

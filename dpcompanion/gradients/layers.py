@@ -65,7 +65,7 @@ from dpcompanion.gradients.tensors import (
 AXES = (0, 1, 4, 2, 3)
 # Numbers that a block of examples may take while a norm is worked out: few enough for a processor's
 # memory to be used again, and on a GPU so many that launches do not count.
-_BLOCK, _BLOCK_ON_GPU = 2**23, 2**27
+_BLOCK, _BLOCK_ON_GPU = 2**23, 2**25
 
 
 def _scaled(tensor, factors):

@@ -440,6 +440,8 @@ def test_convolutions_round_nothing_on_a_gpu_and_the_callers_setting_comes_back(
         for allowed in (True, False):
             cudnn.allow_tf32 = allowed
             with pytest.raises(ZeroDivisionError), whole_convolutions("cuda"):
+                with whole_convolutions("cuda"):  # of another thread, which ends first
+                    assert not cudnn.allow_tf32
                 assert not cudnn.allow_tf32
                 1 / 0  # noqa: B018
             assert cudnn.allow_tf32 == allowed
