@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpcompanion import data, release
+from dpcompanion import attacks, data, release
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.papers.common import rank
 from dpcompanion.training import Performance, cross_entropy, models
@@ -345,6 +345,25 @@ def trained_without_privacy(task, config, seed, run):
         label=f"{task.data}, {task.model}",
     )
     return done[f"seed-{seed}"]
+
+
+def attacked(found, members, others, config):
+    """Success of the loss-threshold attack on each group and the ends of its 95% interval, means
+    over the draws.
+    """
+    generator, rates = torch.Generator().manual_seed(config.seed), []
+    for group in range(len(found.names)):
+        sides = (
+            torch.as_tensor(members)[found.groups == group],
+            torch.as_tensor(others)[found.test_groups == group],
+        )
+        rates.append(
+            [
+                attacks.loss_threshold_attack(*sides, generator=generator).success
+                for _ in range(config.draws)
+            ]
+        )
+    return dict(zip(("success", "low", "high"), np.mean(rates, axis=1).T))
 
 
 def near_one_half(values, prefix):

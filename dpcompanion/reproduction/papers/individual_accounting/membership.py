@@ -1,9 +1,5 @@
 """Membership inference by group: figure 11."""
 
-import numpy as np
-import torch
-
-from dpcompanion import attacks
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import left_out, named, rank, reported, runnable
@@ -17,28 +13,10 @@ from dpcompanion.reproduction.papers.individual_accounting.runs import (
 from dpcompanion.reproduction.papers.yu import (
     STABLE,
     Membership,
+    attacked,
     near_one_half,
     trained_without_privacy,
 )
-
-
-def attacked(found, members, others, config):
-    """Success of the loss-threshold attack on each group and the ends of its 95% interval, means
-    over the draws.
-    """
-    generator, rates = torch.Generator().manual_seed(config.seed), []
-    for group in range(len(found.names)):
-        sides = (
-            torch.as_tensor(members)[found.groups == group],
-            torch.as_tensor(others)[found.test_groups == group],
-        )
-        rates.append(
-            [
-                attacks.loss_threshold_attack(*sides, generator=generator).success
-                for _ in range(config.draws)
-            ]
-        )
-    return dict(zip(("success", "low", "high"), np.mean(rates, axis=1).T))
 
 
 @experiment(

@@ -18,10 +18,7 @@ from dpcompanion.reproduction.papers.individual_accounting.accounts import (
     figure_5,
 )
 from dpcompanion.reproduction.papers.individual_accounting.estimates import Estimates, figure_4
-from dpcompanion.reproduction.papers.individual_accounting.membership import (
-    attacked,
-    private_models_resist,
-)
+from dpcompanion.reproduction.papers.individual_accounting.membership import private_models_resist
 from dpcompanion.reproduction.papers.individual_accounting.releases import Release, table_2
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
     CIFAR10_RESNET,
@@ -29,7 +26,7 @@ from dpcompanion.reproduction.papers.individual_accounting.runs import (
     NAME,
     trained,
 )
-from dpcompanion.reproduction.papers.yu import Study
+from dpcompanion.reproduction.papers.yu import Study, attacked
 
 #: The task, and what readers call it.
 RESNET = "cifar10_resnet20"
