@@ -121,7 +121,7 @@ def test_an_exhibit_is_shown_with_its_verdicts_and_what_remains_in_one_output():
     assert "`dpcompanion run individual-accounting/table-3 --preset paper --device cuda`" in remains
     text = shown._repr_markdown_()
     assert (
-        "\u2013 4 not run; smaller runs: ? 1 undecided. Made by `dpcompanion run "
+        "\u2013 4 not run; smaller runs: ✓ 1 holds. Made by `dpcompanion run "
         "individual-accounting/" in verdicts
     )
     assert (
