@@ -67,10 +67,9 @@ _WHOLE = _Whole()
 
 
 def whole_convolutions(device):
-    """A context in which convolutions of float32 are made in float32 on a GPU, too: by default
-    PyTorch lets cuDNN round their factors to ten bits (TF32), so that an example's gradient would
-    depend on who is beside it, and a clipped one could be longer than its clip norm, by a
-    thousandth.
+    """A context in which convolutions of float32 are computed in float32 on a GPU, too. By default
+    PyTorch lets cuDNN round their factors to ten bits (TF32); a clipped gradient could then exceed
+    its clip norm by a thousandth, and plain autograd differ from what a proof compares with it.
 
     >>> with whole_convolutions("cpu"):
     ...     pass

@@ -125,7 +125,7 @@ def rendered(tmp_path_factory):
     return root
 
 
-@pytest.mark.slow  # make site is the rest of the short run
+@pytest.mark.slow  # make test builds the whole site with warnings as errors
 def test_warnings_of_the_build_are_errors(rendered, tmp_path):
     shutil.copytree(
         rendered / "book", tmp_path / "book", ignore=lambda folder, names: {*names} & {*PAGES}

@@ -37,8 +37,8 @@ their sum is rounded by may be longer than what is left of it: with features of 
 say, or of two items that are alike and compared. A norm counts what the rounding of the example's
 own terms may add, up to positions x 6e-8 of the sum of their lengths, so the share stays below the
 clip norm there, too. A plan with `arithmetic="float"` counts all roundings of a sum, and adds up
-the very numbers that it has measured. On a GPU convolutions are made in full float32,
-too, whatever `torch.backends.cudnn.allow_tf32` says.
+the very numbers that it has measured. On a GPU convolutions are computed in full float32, whatever
+`torch.backends.cudnn.allow_tf32` says.
 """
 
 import math
