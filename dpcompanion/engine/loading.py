@@ -9,6 +9,7 @@ import collections
 import contextlib
 import hashlib
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -248,6 +249,9 @@ class _Workers:
             if loader.generator
             else None,
         )
+        # Else the collector of cycles may close the queues of the workers first, and each of them
+        # is then waited for, five seconds, wherever the program happens to be.
+        weakref.finalize(self, lambda loader: None, self._loader)
 
     def read(self, indices):
         size = math.ceil(len(indices) / self._count)

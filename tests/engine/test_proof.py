@@ -1,14 +1,18 @@
 """What the engine refuses because it would void the budgets, and what it does not."""
 
 import copy
+import gc
 import math
+import multiprocessing
 import os
 import pickle
 import warnings
+from multiprocessing.process import BaseProcess
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.data._utils as torch_data
 from opacus.layers import DPLSTM
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.validators.errors import UnsupportedModuleError
@@ -708,6 +712,22 @@ def test_worker_processes_read_and_change_nothing(pieces, tmp_path):
     here, nobody = trained(0, tmp_path / "here")
     there, others = trained(2, tmp_path / "there")
     assert torch.equal(here, there) and not nobody and len(others) == 2
+
+
+def test_worker_processes_end_with_the_engine_of_which_nothing_is_left(monkeypatch):
+    """By themselves: one that is not told to end is waited for and killed, here after a minute."""
+    killed = []
+    monkeypatch.setattr(torch_data, "MP_STATUS_CHECK_INTERVAL", 60.0)
+    monkeypatch.setattr(torch_data.worker, "MP_STATUS_CHECK_INTERVAL", 3600.0)
+    monkeypatch.setattr(BaseProcess, "terminate", killed.append)
+    before = set(multiprocessing.active_children())
+    made = {"engine": private(nn.Linear(4, 3), num_workers=2)}
+    train(*made["engine"][1:])
+    workers = set(multiprocessing.active_children()) - before
+    made["cycle"] = made
+    del made
+    gc.collect()
+    assert [worker.exitcode for worker in workers] == [0, 0] and not killed
 
 
 def test_a_module_is_copied_with_what_watches_it_and_nan_in_a_buffer_is_no_change():
