@@ -2,6 +2,7 @@
 they fail.
 """
 
+import gc
 import importlib.util
 import json
 import os
@@ -27,6 +28,18 @@ hypothesis.settings.load_profile(
 )  # "unshrunk" by tests/mutations.py
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """The collector of cycles looks at what tests make, and not at a million objects of modules."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
 
 _spec = importlib.util.spec_from_file_location("browser_check", ROOT / "tools" / "browser_check.py")
 _browser_check = importlib.util.module_from_spec(_spec)

@@ -3,6 +3,7 @@ from outside.
 """
 
 import ast
+import functools
 import pathlib
 import subprocess
 import sys
@@ -60,12 +61,25 @@ def nodes(tree, inside_functions):
             yield from nodes(node, inside_functions)
 
 
+@functools.cache
+def trees():
+    """{(the parts of a module's name): what is parsed of it} for every file."""
+    return {
+        file.relative_to(ROOT.parent).with_suffix("").parts: ast.parse(file.read_bytes())
+        for file in sorted(ROOT.rglob("*.py"))
+    }
+
+
+@functools.cache
 def imports(*, inside_functions):
     """(module, what it imports) for every file, as dotted names."""
-    for file in sorted(ROOT.rglob("*.py")):
-        place = file.relative_to(ROOT.parent).with_suffix("").parts
+    return tuple(_imports(inside_functions))
+
+
+def _imports(inside_functions):
+    for place, tree in trees().items():
         module, package = ".".join(place), place[:-1]
-        for node in nodes(ast.parse(file.read_text(encoding="utf-8")), inside_functions):
+        for node in nodes(tree, inside_functions):
             if isinstance(node, ast.Import):
                 yield from ((module, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -157,22 +171,18 @@ def private(name):
 
 def test_no_module_uses_the_private_names_of_another():
     """What modules share is a public name of one of them, whether or not its package exports it."""
-    found, trees = [], {}
-    for file in sorted(ROOT.rglob("*.py")):
-        trees[".".join(file.relative_to(ROOT.parent).with_suffix("").parts)] = ast.parse(
-            file.read_bytes()
-        )
+    found, parsed = [], {".".join(place): tree for place, tree in trees().items()}
     shared = {}  # module: the short names of the modules that it imports
     for module, name in imports(inside_functions=True):
         short = name.rpartition(".")[2]
-        if name in trees:
+        if name in parsed:
             shared.setdefault(module, set()).add(short)
         elif within(name, "dpcompanion") and private(short):
             found.append(f"{module} imports {name}")
     for module, shorts in shared.items():
         found += [
             f"{module} uses {node.value.id}.{node.attr}"
-            for node in ast.walk(trees[module])
+            for node in ast.walk(parsed[module])
             if isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
             and node.value.id in shorts

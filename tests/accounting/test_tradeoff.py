@@ -302,6 +302,7 @@ def test_the_curve_is_convex_falls_and_is_its_own_inverse(run):
     assert torch.allclose(1 - found, tpr, rtol=0, atol=1e-12) and bool((tpr >= RATES).all())
 
 
+@pytest.mark.slow
 @given(
     factor=st.floats(1.01, 5),
     argument=st.sampled_from(["sample_rate", "noise_multiplier", "steps"]),

@@ -15,6 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "book" / "hugging-face.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs_and_accounts_for_patients(capsys):
     names = {}
     for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE):

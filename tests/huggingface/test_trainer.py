@@ -204,6 +204,7 @@ LONG = dict(
 )
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_ends_where_it_would_have_ended(tmp_path):
     privacy = {"people": "who", "at_most": 2, "track": Track(clipping="individual")}
     whole = trainer_of(tmp_path / "a", model=with_dropout(), privacy=privacy, **LONG)

@@ -533,14 +533,14 @@ def test_what_too_few_seeds_leave_undecided_names_more_of_them(tmp_path, sample,
 def test_a_shortened_run_of_what_judges_an_exhibit_leaves_the_whole_one_to_do(tmp_path, exhibit):
     whole = "dpcompanion run idp-sgd/figure-2 --preset paper --device cuda"
     before = scoreboard.exhibit_status(f"idp-sgd/{exhibit}", folder=tmp_path)
-    assert before.to_do == ("all of it (cifar10); one core, about fifty days", whole)
+    assert before.to_do == ("all of it (cifar10); one core, about seventy days", whole)
     areas = {
         f"{prefix}auc_each.eps_{budget}": [area, area + 0.001]
         for prefix in ("", "dpsgd-10.")
         for budget, area in ((10, 0.52), (20, 0.57))
     }
     values = {**areas, "t": [3.0, 2.0, 4.0], "p": [0.003, 0.04, 0.0001]}
-    for name in ("figure-2-short", "figures-8-10-short"):
+    for name in ("figure-2-few", "figures-8-10-few"):
         config = dataclasses.asdict(experiments.get(f"idp-sgd/{name}").presets["paper"])
         records.write(
             records.make(
@@ -551,7 +551,7 @@ def test_a_shortened_run_of_what_judges_an_exhibit_leaves_the_whole_one_to_do(tm
     one = scoreboard.exhibit_status(f"idp-sgd/{exhibit}", folder=tmp_path)
     assert (
         one.to_do[0].startswith(
-            "more than 17 of 517 networks, 12 of them shadow models, with pooled variances, on "
+            "more than 13 of 517 networks, 8 of them shadow models, with pooled variances, on "
             "CIFAR-10"
         )
         and one.to_do[1] == whole

@@ -238,7 +238,7 @@ def _epsilon_of(losses, densities, task, plan, direction, uniform):
     quick=OwnEpsilons(
         {
             "softmax regression, 7 x 7": Own(
-                "mnist-5k", "softmax", 7, points=4, runs=16, runs_add=4, learning_rate=4.0, epochs=4
+                "mnist-5k", "softmax", 7, points=4, runs=16, runs_add=4, learning_rate=4.0, epochs=2
             )
         }
     ),

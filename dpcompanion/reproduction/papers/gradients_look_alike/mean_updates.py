@@ -122,7 +122,7 @@ def mean_update_bound(norms, plan, order):
     )
 
 
-QUICK_MEANS = Means({"LeNet-5": DIGITS}, batch_sizes=(16, 64, 256), pool=20, shown=20)
+QUICK_MEANS = Means({"LeNet-5": DIGITS}, batch_sizes=(16, 256), pool=20, shown=20)
 
 
 @experiment(

@@ -120,8 +120,8 @@ def filtered(config, descent, kind, seed, run):
     quick=Filtered(
         DIGITS,
         {
-            "full": Descent(1.0, 1.0, 20, 1.0),
-            "full_long": Descent(1.0, 6.0, 30, 0.5),
+            "full": Descent(1.0, 1.0, 10, 2.0),
+            "full_long": Descent(1.0, 6.0, 15, 1.0),
             "poisson_long": Descent(0.05, 6.0, 60, 0.5),
         },
     ),

@@ -53,7 +53,7 @@ def clipped(task, clipping, seed, run):
 
 @experiment(
     f"{NAME}/table-3",
-    quick=Clippings(QUICK),
+    quick=Clippings(QUICK, seeds=(0, 1)),
     paper=Clippings(subset("mnist", "cifar10"), seeds=tuple(range(6))),
 )
 def table_3(config, run):
