@@ -324,6 +324,7 @@ def test_the_claim_of_a_plan_with_next_to_no_noise_is_made_without_loss_distribu
     assert claim.deltas.min() == pytest.approx(1 - never, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rate, noise, steps", [(0.01, 0.05, 1000), (0.1, 0.2, 10_000), (0.1, 0.07, 100)]
 )

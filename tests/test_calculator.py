@@ -163,6 +163,7 @@ def test_no_exact_filter_is_below_the_librarys_on_random_inputs(run_script):
     assert sum(check_filter(run, answer) for run, answer in small) >= 2
 
 
+@pytest.mark.slow
 def test_an_exact_filter_costs_more_than_fixed_norms_and_less_than_a_renyi_filter(run_script):
     for rate, noise, steps, delta, share in (FILTERS[0], FILTERS[2], FILTERS[5]):
         run = json.dumps([rate, noise / share, steps, delta])[1:-1]
@@ -227,6 +228,7 @@ def test_no_delta_of_a_profile_is_below_the_librarys_and_the_attacker_is_near_th
         assert false < true <= 1.01 * exact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "run", [(0.46, 1.009, 17_353), (0.0902, 4.8213, 128_203), (0.0454, 2.51, 58_546)], ids=str
 )

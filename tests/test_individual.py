@@ -293,6 +293,7 @@ def test_noise_whose_square_is_no_float_costs_almost_nothing():
             assert (accountant.epsilon(1e-5) == 0).all()
 
 
+@pytest.mark.slow
 def test_a_delta_that_is_no_normal_float_is_refused_and_the_least_one_is_a_bound():
     counts, run = [[50, 7], [20, 0]], dict(sample_rate=0.1, noise_multipliers=[1.5, 2.0])
     refused("delta", epsilon_of_histories, counts, **run, delta=5e-324)

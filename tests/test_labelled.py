@@ -60,6 +60,7 @@ TAKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "index",
     [[2, 0, 1], *(pytest.param(one, marks=pytest.mark.slow) for one in ([7, 8, 9], list("abc")))],

@@ -47,6 +47,7 @@ def test_noise_for_an_attacker_keeps_the_attacker_below_the_limit_by_the_library
     assert 0.095 < compute_delta(noise_multiplier=advantage, epsilon=0.0, **run) <= 0.1
 
 
+@pytest.mark.slow
 def test_what_the_planner_says_of_a_plan_is_no_less_than_the_library_says(run_script):
     said = run_script("planner.outcome({rate: 0.01, steps: 500, delta: 1e-5, noise: 1})")
     run = {"sample_rate": 0.01, "steps": 500, "noise_multiplier": 1.0}

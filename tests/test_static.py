@@ -5,11 +5,14 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from dpcompanion.accounting import compute_epsilon
 
 STATIC = Path(__file__).resolve().parent.parent / "book" / "_static"
 
 
+@pytest.mark.slow
 def test_a_table_says_that_it_scrolls_sideways_where_it_does_and_can_be_scrolled_by_keyboard(
     chromium, browser_check
 ):
@@ -47,6 +50,7 @@ def test_a_table_says_that_it_scrolls_sideways_where_it_does_and_can_be_scrolled
         assert frames.nth(1).get_attribute("tabindex") is None
 
 
+@pytest.mark.slow
 def test_the_meaning_of_a_term_shows_on_focus_and_goes_with_escape(chromium, browser_check):
     script, style = (
         (STATIC / name).read_text(encoding="utf-8") for name in ("glossary.js", "custom.css")

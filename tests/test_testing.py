@@ -38,7 +38,7 @@ def test_the_filters_keep_the_protocol():
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="pld"),
+        pytest.param({}, id="pld", marks=pytest.mark.slow),
         pytest.param({"rounding": None}, id="exact", marks=pytest.mark.slow),
         pytest.param({"accountant": "rdp"}, id="rdp", marks=pytest.mark.slow),
     ],

@@ -122,6 +122,7 @@ def some():
     return counts, run, epsilon_of_histories(counts, **run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed", [dict(_ROWS=64, _ASKED=64), dict(_ROWS=64, _ASKED=4), dict(BLOCK=100 * 12)]
 )

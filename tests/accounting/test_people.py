@@ -259,6 +259,7 @@ def test_one_account_costs_each_person_what_the_accountant_says():
     assert found.epsilons(DELTA, accounts=False).tolist() == [found.epsilon(DELTA)] * 16
 
 
+@pytest.mark.slow
 def test_many_people_at_once_cost_what_each_alone_does(monkeypatch):
     monkeypatch.setattr(people, "_FEW", 0)
     kinds = [SampledGaussian(0.01, 1 / level, 1) for level in (0.1, 0.5, 1.0)]

@@ -68,6 +68,7 @@ def test_over_the_whole_range_epsilon_is_finite_and_pld_is_never_above_rdp(
     check_order(*(compute_epsilon(**run, delta=delta, accountant=a) for a in ("pld", "rdp")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sample_rate, noise_multiplier, steps, delta",
     [

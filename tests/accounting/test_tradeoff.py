@@ -247,6 +247,7 @@ def test_the_corners_of_the_range_are_curves(sample_rate, noise_multiplier, step
         assert found.tolist() == pytest.approx([1, 1, 0.999, 0.5, 0], abs=2e-4)
 
 
+@pytest.mark.slow
 def test_with_almost_no_noise_every_sampled_example_is_identified():
     run = dict(
         sample_rate=0.9, noise_multiplier=0.011, steps=1, false_positive_rate=[1e-6, 0.05, 0.5]
