@@ -196,6 +196,7 @@ def test_full_batches_are_the_gaussian_mechanism_to_delta_1e_9(run_script):
         assert exact <= found["epsilon"] <= exact * (1 + 3e-4)
 
 
+@pytest.mark.slow
 def test_a_coarser_grid_gives_a_larger_bound(run_script):
     for run in (RUNS[0], RUNS[1], RUNS[8]):
         call = f"grid => accountant.epsilonByLosses(...{json.dumps(run)}, grid)"
@@ -206,6 +207,7 @@ def test_a_coarser_grid_gives_a_larger_bound(run_script):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [RUNS[1], RUNS[8]], ids=str)
 def test_no_delta_of_a_profile_is_below_the_librarys_and_the_attacker_is_near_the_best(
     run_script, run

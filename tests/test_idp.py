@@ -126,6 +126,7 @@ def test_of_thousands_of_different_budgets_none_is_exceeded_and_none_wasted(
             assert 0.9985 * budgets[index] <= spent <= budgets[index]
 
 
+@pytest.mark.slow
 @settings(max_examples=1, deadline=None)
 @given(low=st.floats(0.5, 2), seed=st.integers(0, 99))
 def test_by_loss_distributions_no_budget_is_exceeded_either_and_less_noise_does(low, seed):
@@ -306,6 +307,7 @@ def test_the_ends_of_both_at_once_are_scale_and_sample():
     assert only_sample.max_grad_norms.tolist() == pytest.approx([0.4] * 3, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_rate_uses_up_is_refused_and_the_largest_one_that_is_used_up_is_named():
     with pytest.raises(ValueError, match="must not exceed") as refusal:
         idp.sample_parameters([1.0, 1e5], [99, 1], **RUN)
@@ -480,6 +482,7 @@ def test_a_rate_of_one_may_leave_a_budget_over():
     assert found.sample_rates[1] == 1.0 and epsilon(sample_rate=1.0, noise_multiplier=30.0) < 50
 
 
+@pytest.mark.slow
 def test_budgets_far_apart_are_answered_for_at_the_orders_that_count(monkeypatch):
     """An order beyond 1024 next to little noise decides nothing; there, one look took half a
     minute.

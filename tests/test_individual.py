@@ -163,6 +163,7 @@ def test_state_is_saved_restored_and_merged(mode):
     assert torch.equal(first.epsilon(1e-5), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", BY_RENYI_FIRST)
 @given(parts=charges(), saved=st.booleans())
 @settings(max_examples=12, deadline=None)
@@ -539,6 +540,7 @@ def test_bad_records_are_refused_by_name_and_leave_the_account_as_it_was(roundin
     assert account.steps == 0 and (account.epsilon(1e-5) == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", BY_RENYI_FIRST)
 def test_a_log_of_sampled_examples_is_refused_as_an_account_and_estimates_what_all_steps_cost(mode):
     n, steps, rate = 60, 400, 0.1
@@ -691,6 +693,7 @@ def test_counts_grow_to_32_bits_before_they_could_wrap_around():
     assert counts(fresh).dtype == torch.int16 and torch.equal(counts(fresh), counts(short))
 
 
+@pytest.mark.slow
 def test_few_norms_of_many_examples_are_accounted_for_in_blocks_without_a_table_of_orders():
     n = 20_000  # two blocks and a part
     account = Divergences(n, sample_rate=0.01, noise_multiplier=1.0, device=torch.device("cpu"))

@@ -25,6 +25,7 @@ def renyi(kind=RenyiFilter):
     return kind.for_epsilon(3, **RUN, **TARGET)
 
 
+@pytest.mark.slow
 def test_the_filters_keep_the_protocol():
     exact = ExactFilter(
         3, **RUN, levels=[0.25, 0.5, 1.0], costs=[1, 4, 16], budget=[160, 80, 320], steps=60

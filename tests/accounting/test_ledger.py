@@ -192,6 +192,7 @@ def test_order_does_not_matter_adding_never_lowers_and_json_gives_all_back(items
         assert ledger.delta(epsilon) <= delta * 1.01
 
 
+@pytest.mark.slow
 def test_a_bound_is_never_below_the_optimistic_distribution():
     items = [SampledGaussian(0.05, 0.8, 40), SampledGaussian(0.3, 3.0, 60)]
     losses = [

@@ -119,6 +119,7 @@ def deltas(losses, masses, steps, epsilons, interval):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rate, noise, steps, own, other",
     [
@@ -205,6 +206,7 @@ def test_many_levels_are_rounded_up_where_one_example_replaces_another(monkeypat
     assert bool((coarse >= fine * (1 - 2e-3)).all()) and bool((coarse <= fine * 1.15).all())
 
 
+@pytest.mark.slow
 def test_replacement_is_never_above_removing_and_adding_and_counts_each_kind():
     items = [SampledGaussian(0.02, 1.0, 200), SampledGaussian(0.1, 3.0, 50), Gaussian(20.0)]
     both, single = Ledger(items, relation="replace"), Ledger(items)

@@ -156,6 +156,7 @@ def test_delta_and_epsilon_are_inverse_to_each_other(rate, noise, log_steps, log
             assert back >= delta * (1 - tolerance)
 
 
+@pytest.mark.slow
 @given(noise=st.floats(-1, 6), log_steps=st.floats(0, 7), log_delta=st.floats(-15, -0.31))
 @settings(max_examples=15, deadline=None)
 def test_full_batches_are_the_gaussian_mechanism(noise, log_steps, log_delta):

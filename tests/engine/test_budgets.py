@@ -284,6 +284,7 @@ def test_a_model_that_is_not_wrapped_is_measured_alike(mode):
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ExactFilter, RenyiFilter])
 def test_the_statement_names_the_filter_s_epsilons_at_the_delta_of_its_targets(kind):
     delta, targets = 1e-3, torch.where(torch.arange(N) % 2 == 0, 1.0, 2.0)

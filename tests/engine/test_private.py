@@ -762,6 +762,7 @@ def test_the_engine_states_what_its_plan_would(method):
         IndividualizedPrivacyEngine(accountant="rdp").statement()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sample", "scale"])
 def test_a_ledger_takes_the_engine_with_all_of_its_planned_steps(method):
     engine, model, optimizer, loader = private(method=method, engine=IndividualizedPrivacyEngine())

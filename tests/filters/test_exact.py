@@ -74,6 +74,7 @@ def test_levels_are_recorded_at_what_they_cost_and_refused_where_they_cannot_be_
     assert filter.spent.tolist() == [20, 16] and filter.budget.tolist() == [20, 20]
 
 
+@pytest.mark.slow
 def test_the_budget_is_the_largest_that_keeps_the_target_and_about_that_of_the_plain_account():
     levels, target = (0.25, 0.5, 1.0), dict(target_epsilon=1.0, target_delta=1e-5)
     found = calibrate_filter(

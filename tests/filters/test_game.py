@@ -263,6 +263,7 @@ def test_the_natural_filter_breaks_its_promise():
     assert found - 4 * deviation <= game.delta
 
 
+@pytest.mark.slow
 def test_monotone_in_levels_budget_noise_and_costs():
     run = dict(ADAPTIVE, epsilon=1.0)
     bound = adaptive_delta(**run)
@@ -275,6 +276,7 @@ def test_monotone_in_levels_budget_noise_and_costs():
     assert (np.diff(table) >= 0).all() and len(table) == 51
 
 
+@pytest.mark.slow
 def test_an_unaffordable_level_changes_nothing():
     run = dict(sample_rate=1 / 118, noise_multiplier=1.2256, budget=190, epsilon=0.35, block=118)
     levels, costs = [i / 8 for i in range(1, 9)], [2, 8, 19, 34, 57, 88, 133, 199]

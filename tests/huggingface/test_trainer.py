@@ -296,6 +296,7 @@ def test_a_run_that_stops_early_states_the_steps_that_it_took(tmp_path):
         trainer.train()
 
 
+@pytest.mark.slow
 def test_a_filter_keeps_budgets_and_an_exact_account_goes_below_the_uniform_one(tmp_path):
     privacy = {
         "budgets": 1.5,

@@ -44,6 +44,7 @@ def test_a_promise_of_the_pages_filter_that_is_too_small_is_told(less, monkeypat
     assert bool(calculator.filter_violations([0.2, 2.0, 1, 1e-4, 1.0])) == (less < 1)
 
 
+@pytest.mark.slow
 def test_the_oracle_tells_a_bound_that_is_too_small():
     """One percent less epsilon than the library's, and the oracle says so: the trial can fail."""
     for rate, noise, steps in (
