@@ -4,7 +4,7 @@
     python tools/prove.py prove      the rest, which takes longer
 
 Lanes run side by side, so that no core is idle while the last of a step's workers ends; steps of a
-lane run one after the other. The first lane prints as it goes, the others a step when it is over. A
+lane run one after the other. More than three processes at once would be slower: they share caches. The first lane prints as it goes, the others a step when it is over. A
 step that fails does not keep the others from running, but the end is red.
 """
 
@@ -30,9 +30,9 @@ STEPS = {
         {
             "lint": (*MAKE, "lint"),
             "notebooks and their sources": (sys.executable, "tools/notebooks.py", "check"),
+            "notebooks executed again, by nbval": (*MAKE, "notebooks"),
             "unit tests and doctests": (*PYTEST, "-m", "not slow"),
         },
-        {"notebooks executed again, by nbval": (*MAKE, "notebooks")},
         {"types": (*MAKE, "types"), "site, its warnings as errors": (*MAKE, "site")},
     ),
     "prove": (
