@@ -4,8 +4,9 @@
     python tools/prove.py prove      the rest, which takes longer
 
 Lanes run side by side, so that no core is idle while the last of a step's workers ends; steps of a
-lane run one after the other. More than three processes at once would be slower: they share caches. The first lane prints as it goes, the others a step when it is over. A
-step that fails does not keep the others from running, but the end is red.
+lane run one after the other, since each of the longest keeps two cores busy. The first lane prints
+as it goes, the others a step when it is over. A step that fails does not keep the others from
+running, but the end is red.
 """
 
 import collections
