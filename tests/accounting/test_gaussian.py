@@ -50,7 +50,6 @@ def test_epsilon_meets_delta_and_nothing_smaller_does(log_mu, log_delta):
         assert float(exact_delta(mu, 0)) <= delta * (1 + 1e-12)
 
 
-@pytest.mark.slow
 @given(epsilon=st.floats(0, 500), log_delta=st.floats(-100, -0.01))
 @settings(max_examples=25, deadline=None)
 def test_the_largest_ratio_meets_delta_and_nothing_larger_does(epsilon, log_delta):

@@ -116,7 +116,6 @@ ONE_STEP = {
 }
 
 
-@pytest.mark.slow
 @given(**ONE_STEP)
 @settings(max_examples=12, deadline=None)
 def test_one_step_is_never_below_the_closed_form_and_close_to_it(rate, noise, log_delta, direction):
