@@ -1,4 +1,5 @@
 """The library knows nothing of the reproduction; modules import from the layers below; little comes
+import pytest
 from outside.
 """
 
@@ -7,6 +8,8 @@ import functools
 import pathlib
 import subprocess
 import sys
+
+import pytest
 
 import dpcompanion
 
@@ -138,9 +141,12 @@ def test_budgets_and_the_engine_stand_in_no_circle():
             assert name.split(".")[2] in parts(ROOT / "idp"), f"{module} imports {name}"
 
 
+@pytest.mark.slow
 def test_without_opacus_budgets_are_found_and_the_engine_says_what_to_install():
     code = """
 import sys
+
+import pytest
 sys.modules["opacus"] = None
 from dpcompanion import idp
 run = {"target_delta": 1e-5, "sample_rate": 1.0, "steps": 1}

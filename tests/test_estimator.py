@@ -62,6 +62,7 @@ def test_it_is_train_on_scaled_columns(fitted):
     assert (fitted.intercept_ == model.bias.detach().numpy()).all()
 
 
+@pytest.mark.slow
 def test_budgets_are_those_of_examples():
     x, y = (
         torch.randn(300, 2, generator=torch.Generator().manual_seed(0)),

@@ -34,6 +34,7 @@ def run(cells=None):
     return names
 
 
+@pytest.mark.slow
 def test_it_runs_on_a_csv_and_says_what_it_promises(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "people.csv", header=True)

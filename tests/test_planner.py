@@ -99,6 +99,7 @@ def test_the_program_trains_and_its_epsilon_is_the_one_of_the_paragraph(
     assert max(map(len, program.splitlines())) <= 76
 
 
+@pytest.mark.slow
 def test_the_worked_example_is_what_the_planner_gives(run_script):
     text = (ROOT / "book" / "choose-epsilon.md").read_text(encoding="utf-8")
     example = text.partition("## A worked example")[2].partition("\n## ")[0]

@@ -246,6 +246,7 @@ def test_so_little_noise_that_no_grid_resolves_it_costs_the_sum():
     assert ledger.error(1e-5) == math.inf
 
 
+@pytest.mark.slow
 def test_a_plan_an_opacus_history_and_another_ledger_are_items():
     plan = DPSGDPlan(
         n=100, sample_rate=0.01, steps=500, max_grad_norm=0.5, noise_multiplier=1.0, delta=1e-5

@@ -139,6 +139,7 @@ def test_delta_falls_with_epsilon_and_stays_a_probability(
     assert 0 <= further <= here * (1 + 1e-2) + 1e-300 and here <= 1
 
 
+@pytest.mark.slow
 @given(
     log_steps=st.floats(0, 5),
     rate=st.floats(-4, 0),

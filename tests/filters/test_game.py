@@ -171,6 +171,7 @@ def test_full_batches_with_costs_of_the_square_pay_nothing_for_adaptivity(epsilo
     assert games[0].error < 0.01 * epsilon
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "direction, proposals",
     [("remove", [(0.9, 0.2), (1.3, 0.35)]), ("add", [(0.6, 0.5), (0.9, 0.7)])],
