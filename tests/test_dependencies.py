@@ -1,5 +1,4 @@
 """The library knows nothing of the reproduction; modules import from the layers below; little comes
-import pytest
 from outside.
 """
 
