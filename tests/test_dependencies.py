@@ -144,8 +144,6 @@ def test_budgets_and_the_engine_stand_in_no_circle():
 def test_without_opacus_budgets_are_found_and_the_engine_says_what_to_install():
     code = """
 import sys
-
-import pytest
 sys.modules["opacus"] = None
 from dpcompanion import idp
 run = {"target_delta": 1e-5, "sample_rate": 1.0, "steps": 1}

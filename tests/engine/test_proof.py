@@ -719,7 +719,7 @@ def test_worker_processes_end_with_the_engine_of_which_nothing_is_left(monkeypat
     killed = []
     monkeypatch.setattr(torch_data, "MP_STATUS_CHECK_INTERVAL", 60.0)
     monkeypatch.setattr(torch_data.worker, "MP_STATUS_CHECK_INTERVAL", 3600.0)
-    monkeypatch.setattr(BaseProcess, "terminate", killed.append)
+    monkeypatch.setattr(BaseProcess, "terminate", lambda process: killed.append(process))
     before = set(multiprocessing.active_children())
     made = {"engine": private(nn.Linear(4, 3), num_workers=2)}
     train(*made["engine"][1:])
