@@ -25,10 +25,12 @@ from nbval.plugin import IPyNbCell
 from xdist.scheduler import LoadScopeScheduling
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+import kernels
 import notebooks
 import outputs
 
 SECONDS_FOR_OUTPUT = 300  # from the end of a cell to its last output, on a machine under load
+MANY = 3  # notebooks of one call, above which their imports are done once
 opened = contextlib.ExitStack()
 
 
@@ -69,6 +71,8 @@ def pytest_collection_modifyitems(items):
             item.parent.skip_compare = {*item.parent.skip_compare, outputs.DRAWING}
             item.options.update(check=True, skip=False, check_exception=False)
             item.compare_outputs = functools.partial(compare, item, item.compare_outputs)
+    if len(cells) > MANY:
+        kernels.fork()
     # What takes longest comes first: what runs experiments, and of these the papers with the
     # largest pages.
     papers = notebooks.papers(cells)
