@@ -26,7 +26,13 @@ from dpcompanion.reproduction.papers.individual_accounting.runs import (
     trained,
     with_log_loss,
 )
-from dpcompanion.reproduction.papers.yu import WORST, Study, correlation_with_extremes, examples
+from dpcompanion.reproduction.papers.yu import (
+    WORST,
+    Study,
+    Tasks,
+    correlation_with_extremes,
+    examples,
+)
 
 
 @experiment(f"{NAME}/figure-1", quick=Study(QUICK), paper=Study(at_length(PAPER)))
@@ -82,11 +88,31 @@ def most_pay_less(record):
         yield LABELS[name], f"{share:.1%}", share.above(0.5)
 
 
-def by_groups(config, run, **changes):
-    """Test accuracy and mean epsilon of each group."""
+@dataclasses.dataclass(frozen=True)
+class Repeated(Tasks):
+    """Several seeds: what a claim on all groups of a data set depends on is the run."""
+
+    seeds: tuple = (0, 1, 2, 3, 4)
+
+
+def of_each(found, name, *keys):
+    """A task's values of these keys, one for each seed, as "name.each.key"."""
+    return {f"{name}.each.{key}": [one[f"{name}.{key}"] for one in found] for key in keys}
+
+
+def over_seeds(record, name, *keys):
+    """Intervals of means over seeds, or nothing where a run has one seed."""
+    each = [record.values.get(f"{name}.each.{key}", ()) for key in keys]
+    return [intervals.mean(values) for values in each] if len(each[0]) > 1 else None
+
+
+def by_groups(config, run, *, seed=None, **changes):
+    """Test accuracy and mean epsilon of each group, with the seed of `config` if none is given."""
     values = left_out(config, run)
     for name, task in runnable(config, run).items():
-        found = trained(dataclasses.replace(task, **changes), config.seed, run)
+        found = trained(
+            dataclasses.replace(task, **changes), config.seed if seed is None else seed, run
+        )
         epsilon = found.by_group(found.epsilon())
         accuracy = found.by_group(found.test_right, test=True)
         worst, best = int(accuracy.argmin()), int(accuracy.argmax())
@@ -124,11 +150,19 @@ def figure_2(config, run):
 
 
 @experiment(
-    f"{NAME}/figure-6", quick=Study(QUICK), paper=Study(at_length(subset("mnist", "utkface_age")))
+    f"{NAME}/figure-6",
+    quick=Repeated(QUICK, seeds=(0,)),
+    paper=Repeated(at_length(subset("mnist", "utkface_age"))),
 )
 def figure_6(config, run):
-    """Test accuracy and mean epsilon by class or race."""
-    return by_groups(config, run)
+    """Test accuracy and mean epsilon by class or race, with the first seed; `each` has what is
+    judged, for each seed.
+    """
+    each = [by_groups(config, run, seed=seed) for seed in config.seeds]
+    values = each[0]
+    for name in runnable(config, run):
+        values |= of_each(each, name, "rank_correlation", "worst_over_best_percent")
+    return values
 
 
 @finding(
@@ -143,7 +177,9 @@ def figure_6(config, run):
 )
 def underserved(record):
     for name in reported(record):
-        r, more = correlation_with_extremes(
+        r, more = over_seeds(
+            record, name, "rank_correlation", "worst_over_best_percent"
+        ) or correlation_with_extremes(
             *(record.values[f"{name}.{key}"] for key in ("accuracy", "mean_epsilon"))
         )
         yield (
@@ -154,25 +190,48 @@ def underserved(record):
 
 
 @experiment(
-    f"{NAME}/figure-3", quick=Study(QUICK), paper=Study({**LONG, "cifar10": CIFAR10_RESNET})
+    f"{NAME}/figure-3",
+    quick=Repeated(QUICK, seeds=(0,)),
+    paper=Repeated({**LONG, "cifar10": CIFAR10_RESNET}),
 )
 def figure_3(config, run):
     """Median gradient norm of each class in the reference sample, in units of C: at first, and
-    after each epoch.
+    after each epoch, with the first seed; `each` has what is judged, for each seed.
     """
     values, arrays = left_out(config, run), {}
     for name, task in runnable(config, run).items():
-        found = trained(task, config.seed, run)
-        medians = found.medians / found.plan.max_grad_norm
-        spread = medians.max(1) / medians.min(1)
-        values |= named(
-            name,
-            least_spread=spread[1:].min(),
-            spread_at_end=spread[-1],
-            half_time_to_end=rank(medians[len(medians) // 2], medians[-1]),
-        )
-        arrays[f"{name}.medians"] = medians
+        each = []
+        for seed in config.seeds if isinstance(config, Repeated) else (config.seed,):
+            found = trained(task, seed, run)
+            medians = found.medians / found.plan.max_grad_norm
+            arrays.setdefault(f"{name}.medians", medians)
+            spread = medians.max(1) / medians.min(1)
+            each.append(
+                named(
+                    name,
+                    least_spread=spread[1:].min(),
+                    spread_at_end=spread[-1],
+                    half_time_to_end=rank(medians[len(medians) // 2], medians[-1]),
+                )
+            )
+        values |= each[0] | of_each(each, name, "least_spread", "half_time_to_end")
     return values, arrays
+
+
+def _over_classes(record, name):
+    """The spread and the correlation of a single run, by the bootstrap over classes."""
+    medians = record.arrays[f"{name}.medians"][1:]
+    spread = intervals.bootstrap(
+        lambda chosen: (
+            medians.T[chosen.astype(int)].max(-2) / medians.T[chosen.astype(int)].min(-2)
+        ).min(-1),
+        np.arange(medians.shape[1]),
+    )
+    # Classes that are drawn again never lie further apart than all of them: as far up as down.
+    return (
+        intervals.Interval(spread.estimate, spread.low, 2 * spread.estimate - spread.low),
+        intervals.rank_correlation(record.values[f"{name}.half_time_to_end"], medians.shape[1]),
+    )
 
 
 @finding(
@@ -182,18 +241,9 @@ def figure_3(config, run):
 )
 def stratified(record):
     for name in reported(record):
-        medians = record.arrays[f"{name}.medians"][1:]
-        spread = intervals.bootstrap(  # over the classes
-            lambda chosen, medians=medians: (
-                medians.T[chosen.astype(int)].max(-2) / medians.T[chosen.astype(int)].min(-2)
-            ).min(-1),
-            np.arange(medians.shape[1]),
-        )
-        # Classes that are drawn again never lie further apart than all of them: as far up as down.
-        spread = intervals.Interval(spread.estimate, spread.low, 2 * spread.estimate - spread.low)
-        order = intervals.rank_correlation(
-            record.values[f"{name}.half_time_to_end"], medians.shape[1]
-        )
+        spread, order = over_seeds(
+            record, name, "least_spread", "half_time_to_end"
+        ) or _over_classes(record, name)
         yield (
             LABELS[name],
             f"{spread:.1f} times; rank correlation {order:.1f}",
