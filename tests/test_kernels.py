@@ -1,5 +1,6 @@
 """Kernels that are forked from one process (tools/kernels.py), as nbval starts them."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,12 @@ def test_forked_kernels_are_processes_of_their_own_with_what_was_imported(tmp_pa
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(tools=str(TOOLS), folder=str(tmp_path)), encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, program],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
     )
     each = [f"True {number} True\n{tmp_path} True\nFalse\n" for number in (1, 2)]
     assert done.stdout == "".join(each)

@@ -3,7 +3,7 @@
 Those imports take some five seconds of a processor, and the book has two dozen kernels. After
 `fork()` jupyter_client starts kernels as copies of one process that has done them; a kernel is
 still a process of its own, with its environment, its folder and an empty namespace. Nothing but
-imports is shared: the process draws no random number and runs no thread.
+imports is shared: the process runs no thread, since it has OMP_NUM_THREADS=1.
 """
 
 import multiprocessing
@@ -30,10 +30,10 @@ IMPORTED = (
 
 
 def fork():
-    """From now on kernels are forked; where that is not safe (other systems than Linux) nothing
-    changes.
+    """From now on kernels are forked; where that is not safe (other systems than Linux, libraries
+    with threads of their own) nothing changes.
     """
-    if sys.platform == "linux":
+    if sys.platform == "linux" and os.environ.get("OMP_NUM_THREADS") == "1":
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(IMPORTED))
         local_provisioner.launch_kernel = lambda *arguments, **named: Kernel(
