@@ -551,8 +551,7 @@ def test_a_shortened_run_of_what_judges_an_exhibit_leaves_the_whole_one_to_do(tm
     one = scoreboard.exhibit_status(f"idp-sgd/{exhibit}", folder=tmp_path)
     assert (
         one.to_do[0].startswith(
-            "more than 13 of 517 networks, 8 of them shadow models, with pooled variances, on "
-            "CIFAR-10"
+            "more than 6 of 517 networks, each attacked with the others, on CIFAR-10"
         )
         and one.to_do[1] == whole
     )

@@ -391,13 +391,13 @@ def test_lira_identifies_more_members_with_larger_budgets(tmp_path):
     config = dataclasses.replace(
         experiments.get("idp-sgd/figure-2").presets["quick"], shadows=8, targets=6
     )
-    found = chapter.attacked(config, "sample", run_of(config, tmp_path))
-    groups, masks, scores, accuracies = found
+    groups, masks, scores, accuracies = chapter.attacked(config, "sample", run_of(config, tmp_path))
     assert masks.shape == scores.shape == (14, 2000) and torch.equal(
         masks, chapter.memberships(config)
     )
     assert torch.bincount(groups).tolist() == [1000, 1000] and len(accuracies) == 14
-    values = chapter.attack_values(config, *found)
+    found = chapter.attack_each(config, groups, masks, scores)
+    values = chapter.attack_values(config, accuracies, found)
     assert values["auc_mean.eps_10"].mean < values["auc_mean.eps_20"].mean
     assert (
         values["auc_each.eps_20"][0] == values["auc.eps_20"] and len(values["auc_each.eps_20"]) == 6
@@ -405,7 +405,7 @@ def test_lira_identifies_more_members_with_larger_budgets(tmp_path):
     assert (
         values["auc_interval.eps_20"][0] < values["auc.eps_20"] < values["auc_interval.eps_20"][1]
     )
-    curve = chapter.curves(config, groups, masks, scores, chapter.RATES)["eps_20"]
+    curve = chapter.curves(config, found, chapter.RATES)["eps_20"]
     assert (curve[1:] >= curve[:-1]).all() and curve[-1] == 1
 
 
@@ -422,21 +422,57 @@ def test_each_example_is_in_half_of_the_shadow_models_and_targets_sample_indepen
     assert (correlations[12:].abs() < 4.5 / 20_000**0.5).all()
 
 
+def test_targets_that_attack_each_other_have_halves_of_their_own_however_many_they_are():
+    config = dataclasses.replace(
+        experiments.get("idp-sgd/figure-2-few").presets["paper"], examples=20_000
+    )
+    masks = chapter.memberships(config)
+    assert masks.shape == (6, 20_000) and 200 < (masks.sum(0) == 6).sum() < 430, "one in 64"
+    more = chapter.memberships(dataclasses.replace(config, targets=9))
+    assert torch.equal(more[:6], masks)
+
+
+def test_targets_that_attack_each_other_are_attacked_where_two_models_are_on_either_side():
+    """By hand: six targets, scores that are 1 higher for members; the example that everybody saw
+    is attacked by nobody.
+    """
+    config = dataclasses.replace(
+        experiments.get("idp-sgd/figure-2-few").presets["paper"], examples=20
+    )
+    masks = torch.stack([torch.arange(20) // 3 % 2 == k % 2 for k in range(6)])
+    masks[:, 0] = True
+    base = torch.arange(20.0).double()
+    found = chapter.attack_each(
+        config, torch.arange(20) % 2, masks, base + masks, membership.OFFLINE
+    )
+    assert len(found) == 6
+    for k, groups in enumerate(found):
+        for p, (members, others) in enumerate(groups):
+            here = (torch.arange(20) % 2 == p) & (torch.arange(20) > 0)
+            assert (
+                len(members) == (masks[k] & here).sum() and len(others) == (~masks[k] & here).sum()
+            )
+            assert members.min() > others.max(), "whatever the example is, membership adds the same"
+
+
+@pytest.mark.parametrize("name", ["figure-2-short", "figure-2-few"])
 @pytest.mark.slow
-def test_an_attack_that_finds_nothing_has_an_area_of_a_half_and_decides_nothing():
-    config = experiments.get("idp-sgd/figure-2-short").presets["paper"]
+def test_an_attack_that_finds_nothing_has_an_area_of_a_half_and_decides_nothing(name):
+    config = experiments.get(f"idp-sgd/{name}").presets["paper"]
     config = dataclasses.replace(config, examples=1000)
     groups, generator, held = torch.arange(1000) % 2, torch.Generator().manual_seed(0), 0
-    areas = []
+    areas, models = [], config.shadows + config.targets
+    attack = membership.ONLINE if config.shadows else membership.OFFLINE
     for seed in range(60):
         masks = chapter.memberships(dataclasses.replace(config, seed=seed))
         # Scores that depend on the example alone, and on chance.
         scores = 3 * torch.randn(1000, generator=generator) + torch.randn(
-            17, 1000, generator=generator
+            models, 1000, generator=generator
         )
-        values = chapter.attack_values(config, groups, masks, scores.double(), [(50.0, 50.0)] * 17)
+        found = chapter.attack_each(config, groups, masks, scores.double(), attack)
+        values = chapter.attack_values(config, [(50.0, 50.0)] * models, found)
         record = records.make(
-            "idp-sgd/figure-2-short", "paper", values, config=dataclasses.asdict(config), data=[]
+            f"idp-sgd/{name}", "paper", values, config=dataclasses.asdict(config), data=[]
         )
         held += sum(outcome == "holds" for _, _, outcome in membership.looser_leaks_more(record))
         areas += [*values["auc_each.eps_10"], *values["auc_each.eps_20"]]
@@ -509,12 +545,11 @@ def test_a_short_attack_is_judged_by_the_papers_claims(tmp_path, name, exhibits)
     presets = [experiments.get(f"idp-sgd/{one}").presets for one in (name, "figure-2")]
     assert presets[0]["paper"].task == presets[1]["paper"].task
     config = dataclasses.replace(
-        presets[0]["paper"], task=presets[1]["quick"].task, examples=100, shadows=4, precision=None
+        presets[0]["paper"], task=presets[1]["quick"].task, examples=100, precision=None
     )
     values, arrays = membership.figure_2(config, run_of(config, tmp_path))
-    assert len(values["mnist-5k.t"]) == config.targets == 5 and {*config.kinds} == {
-        key.partition(".")[0] for key in arrays if "." in key
-    }
+    assert len(values["mnist-5k.t"]) == len(values["mnist-5k.offline.t"]) == config.targets == 6
+    assert {*config.kinds, "offline"} == {key.partition(".")[0] for key in arrays if "." in key}
     record = records.make(
         f"idp-sgd/{name}", "paper", values, config=dataclasses.asdict(config), data=[]
     )

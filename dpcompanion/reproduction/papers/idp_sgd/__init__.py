@@ -41,6 +41,7 @@ from dpcompanion.reproduction.papers.idp_sgd.many_groups import (
 )
 from dpcompanion.reproduction.papers.idp_sgd.membership import (
     RATES,
+    attack_each,
     attack_values,
     attacked,
     curves,

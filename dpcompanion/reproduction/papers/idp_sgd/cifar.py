@@ -211,15 +211,24 @@ def _classes(outcomes):
         _SHORT, ("same", "class-3.lower", "class-3.higher"), seeds=(0,), look=1, group_look=5
     ),
 )
-def table_10_short(config, run):
-    """Table 10 for some classes: accuracy of the class with another budget, and of the others."""
+@experiment(
+    "idp-sgd/table-10-classes", paper=Cifar(CIFAR10, ("same",), seeds=(0,), look=5, group_look=30)
+)
+def table_10_classes(config, run):
+    """Table 10: accuracy of each class and of the others with the same budget for all, and where
+    some class has another budget.
+    """
     done = kept_trials(config, run)
-    same, values = _classes(done.pop("same")), {}
-    for kind, each in done.items():
-        c, level = int(kind[len("class-")]), kind.partition(".")[2]
-        for name, classes in (("same", same), (level, _classes(each))):
-            values[f"class_{c}.class.{name}"] = mean_and_sd(classes[:, c])
-            values[f"class_{c}.others.{name}"] = mean_and_sd((classes.sum(1) - classes[:, c]) / 9)
+    found = [("same", c, done["same"]) for c in range(10)] + [
+        (kind.partition(".")[2], int(kind[len("class-")]), each)
+        for kind, each in done.items()
+        if kind != "same"
+    ]
+    values = {}
+    for level, c, each in found:
+        classes = _classes(each)
+        values[f"class_{c}.class.{level}"] = mean_and_sd(classes[:, c])
+        values[f"class_{c}.others.{level}"] = mean_and_sd((classes.sum(1) - classes[:, c]) / 9)
     return values
 
 

@@ -31,6 +31,9 @@ class Shadows:
 
     `kinds`: "sample" and "scale", and "dpsgd-10", DP-SGD for all at budget 10. `size` models are
     trained side by side, in the given precision, `together` examples in one pass.
+
+    With `shadows` 0, each target is attacked with the others as its shadow models, by offline LiRA
+    as well: it needs fewer, as it takes from them an example's mean, and not the difference of two.
     """
 
     task: Task
@@ -51,13 +54,14 @@ def memberships(config):
     """Who is in the data of each shadow model, then each target, (models, n): a random half.
 
     Every example is in half of the shadow models; the targets' halves have nothing to do with
-    theirs.
+    theirs, nor with each other, and more targets change none of them.
     """
-    generator = torch.Generator().manual_seed(derive_seed(config.seed, "shadow"))
-    shadows = attacks.shadow_masks(config.shadows, config.examples, generator=generator)
-    return torch.cat(
-        (shadows, torch.rand(config.targets, config.examples, generator=generator) < 0.5)
+    n, generator = config.examples, torch.Generator()
+    generator.manual_seed(derive_seed(config.seed, "shadow"))
+    shadows = (
+        [attacks.shadow_masks(config.shadows, n, generator=generator)] if config.shadows else []
     )
+    return torch.cat(shadows + [torch.rand(config.targets, n, generator=generator) < 0.5])
 
 
 def trained(config, kind, numbers, run):
@@ -105,16 +109,17 @@ def attacked(config, kind, run):
     Each set of `size` models is kept as soon as it is trained.
     """
     models = config.shadows + config.targets
-    sets = {
-        f"{kind}.models-from-{first}": range(first, min(first + config.size, models))
-        for first in range(0, models, config.size)
-    }
+    sets = [
+        range(first, min(first + config.size, models)) for first in range(0, models, config.size)
+    ]
+    sets = {f"{kind}.models-{part[0]}-to-{part[-1]}": part for part in sets}
     problem(config.task, run)
     training = config.task.training
     done = run.keep(
         lambda piece: trained(config, kind, sets[piece], run),
         sets,
-        config=dataclasses.replace(config, kinds=(), variance=""),  # which change no model
+        # Which change no model.
+        config=dataclasses.replace(config, kinds=(), variance="", targets=0),
         seconds=models
         * training.examples
         * training.epochs
@@ -132,67 +137,75 @@ def attacked(config, kind, run):
     return assign(config.examples, (1, 1), config.seed), masks, scores, accuracies
 
 
-def attack_values(config, groups, masks, scores, accuracies):
+ONLINE, OFFLINE = attacks.lira, attacks.lira_offline
+
+
+def attack_each(config, groups, masks, scores, attack=ONLINE):
+    """For each target, by the groups of those with two shadow models or more on either side: what
+    the attack gives to (members, others).
+    """
+    found, models = [], torch.arange(len(masks))
+    for target in models[config.shadows :]:
+        shadows = models[: config.shadows] if config.shadows else models[models != target]
+        inside = masks[shadows].sum(0)
+        known = (inside >= 2) & (len(shadows) - inside >= 2)
+        ratios = attack(
+            scores[target, known],
+            scores[shadows][:, known],
+            masks[shadows][:, known],
+            variance=config.variance,
+        )
+        members, of = masks[target, known], groups[known]
+        found.append(
+            [
+                (ratios[members & (of == p)], ratios[~members & (of == p)])
+                for p in range(len(config.budgets))
+            ]
+        )
+    return found
+
+
+def attack_values(config, accuracies, found):
     """What figure 2 and table 12 print: groups' areas, t-tests between their members, accuracies.
 
     `auc.eps_10` is of the first target, with the interval of its examples; `auc_each.eps_10` are
     the areas of all targets and `auc_mean.eps_10` their mean. Targets are trained apart from each
-    other and from the shadow models, so their spread says how far another target would be off,
-    under this attack.
+    other, so their spread says how far another target would be off, under this attack.
     """
-    shadows = config.shadows
-    targets = attacks.lira(
-        scores[shadows:], scores[:shadows], masks[:shadows], variance=config.variance
-    )
-    values, first, own = {}, targets[0], masks[shadows]
+    values = {}
     for p, budget in enumerate(config.budgets):
-        inside, outside = first[own & (groups == p)], first[~own & (groups == p)]
-        name = f"eps_{budget:g}"
-        values[f"auc.{name}"], *values[f"auc_interval.{name}"] = attacks.auc(inside, outside)
+        name, first = f"eps_{budget:g}", found[0][p]
+        values[f"auc.{name}"], *values[f"auc_interval.{name}"] = attacks.auc(*first)
         values[f"tpr_at_1%.{name}"], *values[f"tpr_interval.{name}"] = attacks.tpr_at_fpr(
-            inside, outside, fpr=0.01
+            *first, fpr=0.01
         )
-        values[f"auc_each.{name}"] = [
-            attacks.auc(ratios[members & (groups == p)], ratios[~members & (groups == p)]).value
-            for ratios, members in zip(targets, masks[shadows:])
-        ]
+        values[f"auc_each.{name}"] = [attacks.auc(*target[p]).value for target in found]
         values[f"auc_mean.{name}"] = mean_and_sd(values[f"auc_each.{name}"])
-    tests = []
-    for ratios, members in zip(targets, masks[shadows:]):
-        strict, loose = (ratios[members & (groups == p)].numpy() for p in (0, 1))
-        tests.append(stats.ttest_ind(loose, strict, equal_var=True))
+    tests = [
+        stats.ttest_ind(loose.numpy(), strict.numpy(), equal_var=True)
+        for (strict, _), (loose, _) in found
+    ]
     values |= {
         "t_test.t": tests[0].statistic,
         "t_test.p": tests[0].pvalue,
-        "accuracy.train": accuracies[shadows][0],
-        "accuracy.test": accuracies[shadows][1],
+        "accuracy.train": accuracies[config.shadows][0],
+        "accuracy.test": accuracies[config.shadows][1],
         "t": [test.statistic for test in tests],
         "p": [test.pvalue for test in tests],
     }
     return values
 
 
-def curves(config, groups, masks, scores, rates):
-    """True positive rates of the targets' mean ROC curve at the given false positive rates, for all
-    and for each group.
+def curves(config, found, rates):
+    """True positive rates of the targets' mean ROC curve at the given false positive rates, for
+    each group.
     """
-    targets = attacks.lira(
-        scores[config.shadows :],
-        scores[: config.shadows],
-        masks[: config.shadows],
-        variance=config.variance,
-    )
-    found = {}
-    parts = {"all": groups >= 0} | {
-        f"eps_{budget:g}": groups == p for p, budget in enumerate(config.budgets)
-    }
-    for name, part in parts.items():
-        each = []
-        for ratios, members in zip(targets, masks[config.shadows :]):
-            fpr, tpr = attacks.roc(ratios[members & part], ratios[~members & part])
-            each.append(np.interp(rates, fpr.numpy(), tpr.numpy()))
-        found[name] = np.mean(each, axis=0)
-    return found
+
+    def of_group(p):
+        each = [attacks.roc(*target[p]) for target in found]
+        return np.mean([np.interp(rates, fpr.numpy(), tpr.numpy()) for fpr, tpr in each], axis=0)
+
+    return {f"eps_{budget:g}": of_group(p) for p, budget in enumerate(config.budgets)}
 
 
 RATES = np.concatenate((np.logspace(-3, -1, 41), np.linspace(0.11, 1, 90)))
@@ -205,12 +218,13 @@ _ATTACKED = dataclasses.replace(
 _PAPER = Shadows(_ATTACKED, size=16)
 # One model after the other, so that each is kept; few of them tell more with one variance for all
 # examples.
-_FEW = dataclasses.replace(
-    _PAPER, kinds=("sample",), shadows=8, variance="pooled", size=1, precision="bf16", together=64
+_ONES = dataclasses.replace(
+    _PAPER, kinds=("sample",), variance="pooled", size=1, precision="bf16", together=64
 )
+_FEW = dataclasses.replace(_ONES, shadows=0, targets=6)
 # With the settings of table 7, by which networks learn less.
 _SHORT = dataclasses.replace(
-    _FEW, task=dataclasses.replace(CIFAR10, training=Training(25_000, 1024, 30, 0.4)), shadows=12
+    _ONES, task=dataclasses.replace(CIFAR10, training=Training(25_000, 1024, 30, 0.4)), shadows=12
 )
 
 
@@ -228,17 +242,26 @@ def figure_2(config, run):
     """
     values, arrays = {}, {"rates": RATES}
     for kind in config.kinds:
-        found = attacked(config, kind, run)
-        prefix = "" if kind == "sample" else f"{kind}."
-        values |= {prefix + key: value for key, value in attack_values(config, *found).items()}
-        arrays |= {f"{kind}.{name}": tpr for name, tpr in curves(config, *found[:3], RATES).items()}
+        *models, accuracies = attacked(config, kind, run)
+        for attack in (ONLINE,) if config.shadows else (ONLINE, OFFLINE):
+            found = attack_each(config, *models, attack)
+            by = "" if attack is ONLINE else "offline."
+            of = "" if kind == "sample" else f"{kind}."
+            values |= {
+                f"{by}{of}{key}": value
+                for key, value in attack_values(config, accuracies, found).items()
+            }
+            arrays |= {
+                f"{by}{kind}.{group}": tpr for group, tpr in curves(config, found, RATES).items()
+            }
     return as_printed(values, config.task, "cifar10"), arrays
 
 
 def _of_targets(record, key):
-    """A value for each target."""
-    prefix = "" if key in record.values else f"{record.config['task']['data']}."
-    return np.array(record.values[f"{prefix}{key}"])
+    """A value for each target, by the stronger attack if there are two."""
+    names = [f"{name}{key}" for name in ("offline.", "")]
+    names += [f"{record.config['task']['data']}.{name}" for name in names]
+    return np.array(next(record.values[name] for name in names if name in record.values))
 
 
 _LOOSER = "the group at 20 is attacked with more success than the group at 10"
