@@ -251,6 +251,9 @@ class ExhibitStatus:
         recorded = record if record is not None and record.preset == "paper" else None
         tasks = states.not_run(self.exhibit, recorded, held.parts)
         missing = ", ".join([*held.missing, *(f"more than {part}" for part in held.shortened)])
+        numbers = self.outcomes.numbers
+        if not missing and (left := numbers.get("not run")):
+            missing = f"{left} of {sum(numbers.values())} numbers"
         if self.exhibit.tests or recorded is not None and not (missing or tasks):
             return None
         done = [part.name for part in held.parts]

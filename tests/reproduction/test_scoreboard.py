@@ -529,6 +529,21 @@ def test_what_too_few_seeds_leave_undecided_names_more_of_them(tmp_path, sample,
     )
 
 
+def test_printed_numbers_that_no_record_has_are_left_to_do(tmp_path):
+    config = dataclasses.asdict(experiments.get("idp-sgd/table-10-classes").presets["paper"])
+    values = {"class_0.class.same": [56.0], "class_0.others.same": [54.0]}
+    records.write(
+        records.make(
+            "idp-sgd/table-10-classes", "paper", values, config=config, data=[{"name": "cifar10"}]
+        ),
+        tmp_path,
+    )
+    one = scoreboard.exhibit_status("idp-sgd/table-10", folder=tmp_path)
+    assert one.outcomes.numbers == {"matches": 2, "not run": 58}
+    assert one.to_do[0].startswith("58 of 60 numbers")
+    assert one.to_do[1] == "dpcompanion run idp-sgd/table-10 --preset paper --device cuda"
+
+
 @pytest.mark.parametrize("exhibit", ["figure-2", "table-12", "figures-8-10"])
 def test_a_shortened_run_of_what_judges_an_exhibit_leaves_the_whole_one_to_do(tmp_path, exhibit):
     whole = "dpcompanion run idp-sgd/figure-2 --preset paper --device cuda"
