@@ -181,17 +181,19 @@ def attack_values(config, accuracies, found):
         )
         values[f"auc_each.{name}"] = [attacks.auc(*target[p]).value for target in found]
         values[f"auc_mean.{name}"] = mean_and_sd(values[f"auc_each.{name}"])
-    tests = [
-        stats.ttest_ind(loose.numpy(), strict.numpy(), equal_var=True)
-        for (strict, _), (loose, _) in found
-    ]
+    tests = np.array(
+        [
+            stats.ttest_ind(loose.numpy(), strict.numpy(), equal_var=True)
+            for (strict, _), (loose, _) in found
+        ]
+    )
     values |= {
-        "t_test.t": tests[0].statistic,
-        "t_test.p": tests[0].pvalue,
+        "t_test.t": tests[0, 0],
+        "t_test.p": tests[0, 1],
         "accuracy.train": accuracies[config.shadows][0],
         "accuracy.test": accuracies[config.shadows][1],
-        "t": [test.statistic for test in tests],
-        "p": [test.pvalue for test in tests],
+        "t": tests[:, 0].tolist(),
+        "p": tests[:, 1].tolist(),
     }
     return values
 
@@ -242,9 +244,9 @@ def figure_2(config, run):
     """
     values, arrays = {}, {"rates": RATES}
     for kind in config.kinds:
-        *models, accuracies = attacked(config, kind, run)
+        groups, masks, scores, accuracies = attacked(config, kind, run)
         for attack in (ONLINE,) if config.shadows else (ONLINE, OFFLINE):
-            found = attack_each(config, *models, attack)
+            found = attack_each(config, groups, masks, scores, attack)
             by = "" if attack is ONLINE else "offline."
             of = "" if kind == "sample" else f"{kind}."
             values |= {

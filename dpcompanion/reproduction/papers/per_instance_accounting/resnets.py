@@ -101,6 +101,7 @@ def figure_4(config, run):
 
 
 @experiment(f"{NAME}/text-worst-case-share", paper=Several({"cifar10": CIFAR10}))
+@experiment(f"{NAME}/text-worst-case-share-mnist", paper=Several({"mnist": MNIST_RESNET}))
 def text_worst_case_share(config, run):
     """The share of examples that reach the worst case."""
     values = {}
