@@ -58,6 +58,48 @@ def test_steps_and_noise_are_those_of_appendix_b():
         assert abs(plan.steps - steps) <= plan.steps_per_epoch // 2
 
 
+def test_mnist_has_the_second_versions_optimizer_whose_gradients_are_not_in_units_of_c():
+    assert resnets.MNIST_RESNET.model == "resnet20" and resnets.MNIST_RESNET.refreshes == 0
+    setting, weight = dataclasses.replace(resnets.MNIST_RESNET), torch.nn.Parameter(torch.ones(1))
+    optimizer, schedule = setting.optimizer([weight], 4.0, 100)
+    [group] = optimizer.param_groups
+    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1, 0.9, 1e-3)
+    task = individual_accounting.MNIST
+    assert task.cosine and not task.normalised
+    assert (task.learning_rate, task.momentum, task.weight_decay) == (0.1, 0.9, 1e-3)
+    rates = []
+    for _ in range(100):
+        optimizer.step()
+        schedule.step()
+        rates.append(group["lr"])
+    assert rates[49] == pytest.approx(0.05) and rates[99] == pytest.approx(0, abs=1e-12)
+    plain, none = resnets.CIFAR10.optimizer([weight], 4.0, 100)
+    assert none is None and plain.param_groups[0]["lr"] == 0.5
+
+
+def test_a_run_with_a_schedule_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
+    setting = resnets.WithMomentum(model="mlp", batch_size=1000, epochs=4, looks=4, reference=20)
+    run = experiments.Run(setting, torch.device("cpu"), tmp_path)
+    monkeypatch.setattr("dpcompanion.reproduction.runs.KEPT", 0)
+    monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path / "whole"))
+    whole = runs.trained(setting, 0, run)
+    monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path / "in two"))
+    step, steps = torch.optim.lr_scheduler.CosineAnnealingLR.step, []
+
+    def cut_off(self, *arguments):
+        steps.append(len(steps))
+        if len(steps) == 11:
+            raise KeyboardInterrupt
+        return step(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.lr_scheduler.CosineAnnealingLR, "step", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        runs.trained(setting, 0, run)
+    again = runs.trained(setting, 0, run)
+    assert (again.epsilon == whole.epsilon).all() and again.accuracy == whole.accuracy
+    assert len(steps) < 11 + whole.plan.steps
+
+
 @pytest.mark.parametrize(
     "paper", ["per-instance-accounting", "individual-accounting", "gradients-look-alike"]
 )

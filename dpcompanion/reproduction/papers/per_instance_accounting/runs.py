@@ -44,6 +44,12 @@ class Setting:
     looks: int = 15
     dtype: str = "float64"
 
+    def optimizer(self, parameters, limit, steps):
+        """Plain SGD on gradients in units of the clip norm, at one learning rate: (optimizer,
+        schedule of the learning rate or None).
+        """
+        return torch.optim.SGD(parameters, lr=self.learning_rate / limit), None
+
 
 DIGITS = Setting()
 MNIST = Setting(
@@ -111,7 +117,7 @@ def run_setting(setting, seed, device):
             trace["norms"].append(norms_of_all().cpu())
             trace["losses"].append(second.outcome(model, cross_entropy, x, y)[0].cpu())
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=setting.learning_rate / limit)
+    optimizer, scheduler = setting.optimizer(model.parameters(), limit, plan.steps)
     train(
         model,
         cross_entropy,
@@ -121,8 +127,10 @@ def run_setting(setting, seed, device):
         seed=seed,
         trackers=[whole, *reference],
         microbatch_size=at_once,
-        callbacks=Callbacks(on_epoch=look),
-        checkpoint=within_the_piece(looks=trace),
+        callbacks=Callbacks(
+            on_epoch=look, on_step=(lambda _: scheduler.step()) if scheduler else None
+        ),
+        checkpoint=within_the_piece(looks=trace, scheduler=scheduler),
     )
     test_losses, right = second.outcome(
         model, cross_entropy, found.test_x.to(device), found.test_y.to(device)
