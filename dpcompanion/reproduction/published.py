@@ -147,9 +147,10 @@ class Exhibit:
     are patterns of the numbers that are proved wrong on the page of errata, or "statement" where it
     is the words that are; `vacuous` is whether the statement, as printed, says nothing; `given` are
     patterns of those numbers that are not held against ours: settings, what holds by construction,
-    results of another exhibit printed again, and times of one machine; `accuracies` of those that
-    are accuracies, where the exhibit's unit does not say so; `tests` name the tests that check an
-    exhibit that no experiment computes, as "tests/test_x.py::test_y". `tolerance` is how far a
+    results of another exhibit printed again, times of one machine, and test statistics of single
+    networks, which a criterion judges by their mean; `accuracies` of those that are accuracies,
+    where the exhibit's unit does not say so; `tests` name the tests that check an exhibit that no
+    experiment computes, as "tests/test_x.py::test_y". `tolerance` is how far a
     close number may lie from the print, as a share of it. `unprinted` says which settings the paper
     leaves out: a disagreement then contradicts nothing. `part_of` is the id of the exhibit that a
     run of its own computes a part of, such as one data set of several. `shortened` says of a part

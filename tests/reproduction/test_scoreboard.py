@@ -548,7 +548,7 @@ def test_printed_numbers_that_no_record_has_are_left_to_do(tmp_path):
     assert one.to_do[1] == "dpcompanion run idp-sgd/table-10 --preset paper --device cuda"
 
 
-@pytest.mark.parametrize("exhibit", ["figure-2", "table-12", "figures-8-10"])
+@pytest.mark.parametrize("exhibit", ["table-12", "figures-8-10"])
 def test_a_shortened_run_of_what_judges_an_exhibit_leaves_the_whole_one_to_do(tmp_path, exhibit):
     whole = "dpcompanion run idp-sgd/figure-2 --preset paper --device cuda"
     before = scoreboard.exhibit_status(f"idp-sgd/{exhibit}", folder=tmp_path)
@@ -575,6 +575,29 @@ def test_a_shortened_run_of_what_judges_an_exhibit_leaves_the_whole_one_to_do(tm
         and one.to_do[1] == whole
     )
     assert sum(one.outcomes.smaller.values()) == 1 and not sum(one.outcomes.findings.values())
+
+
+def test_accuracies_of_attacked_networks_are_numbers_of_their_own_and_areas_are_left(tmp_path):
+    """The areas are those of 512 shadow models, the test statistics those of single networks."""
+    whole = "dpcompanion run idp-sgd/figure-2 --preset paper --device cuda"
+    part = "dpcompanion run idp-sgd/figure-2-accuracy --preset paper"
+    before = scoreboard.exhibit_status("idp-sgd/figure-2", folder=tmp_path)
+    assert before.to_do is not None and before.to_do[1] == f"{part} && {whole}"
+    config = dataclasses.asdict(experiments.get("idp-sgd/figure-2-accuracy").presets["paper"])
+    values = {
+        "accuracy.train": records.mean_and_sd([68.0, 69.0]),
+        "accuracy.test": records.mean_and_sd([75.0, 75.1]),
+    }
+    records.write(
+        records.make(
+            "idp-sgd/figure-2-accuracy", "paper", values, config=config, data=[{"name": "cifar10"}]
+        ),
+        tmp_path,
+    )
+    one = scoreboard.exhibit_status("idp-sgd/figure-2", folder=tmp_path)
+    assert one.outcomes.numbers == {"matches": 1, "differs": 1, "not run": 2}
+    assert one.to_do is not None
+    assert one.to_do[0].startswith("2 of 4 numbers") and one.to_do[1] == whole
 
 
 @pytest.mark.parametrize(

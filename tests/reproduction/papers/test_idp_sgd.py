@@ -411,7 +411,7 @@ def test_lira_identifies_more_members_with_larger_budgets(tmp_path):
 
 def test_each_example_is_in_half_of_the_shadow_models_and_targets_sample_independently():
     config = dataclasses.replace(
-        experiments.get("idp-sgd/figure-2-short").presets["paper"], examples=20_000
+        experiments.get("idp-sgd/figure-2").presets["paper"], examples=20_000, shadows=12
     )
     masks = chapter.memberships(config)
     assert masks.shape == (17, 20_000) and (masks[:12].sum(0) == 6).all()
@@ -455,11 +455,12 @@ def test_targets_that_attack_each_other_are_attacked_where_two_models_are_on_eit
             assert members.min() > others.max(), "whatever the example is, membership adds the same"
 
 
-@pytest.mark.parametrize("name", ["figure-2-short", "figure-2-few"])
+@pytest.mark.parametrize("shadows", [12, 0])
 @pytest.mark.slow
-def test_an_attack_that_finds_nothing_has_an_area_of_a_half_and_decides_nothing(name):
-    config = experiments.get(f"idp-sgd/{name}").presets["paper"]
-    config = dataclasses.replace(config, examples=1000)
+def test_an_attack_that_finds_nothing_has_an_area_of_a_half_and_decides_nothing(shadows):
+    config = dataclasses.replace(
+        experiments.get("idp-sgd/figure-2-few").presets["paper"], examples=1000, shadows=shadows
+    )
     groups, generator, held = torch.arange(1000) % 2, torch.Generator().manual_seed(0), 0
     areas, models = [], config.shadows + config.targets
     attack = membership.ONLINE if config.shadows else membership.OFFLINE
@@ -472,7 +473,7 @@ def test_an_attack_that_finds_nothing_has_an_area_of_a_half_and_decides_nothing(
         found = chapter.attack_each(config, groups, masks, scores.double(), attack)
         values = chapter.attack_values(config, [(50.0, 50.0)] * models, found)
         record = records.make(
-            f"idp-sgd/{name}", "paper", values, config=dataclasses.asdict(config), data=[]
+            "idp-sgd/figure-2", "paper", values, config=dataclasses.asdict(config), data=[]
         )
         held += sum(outcome == "holds" for _, _, outcome in membership.looser_leaks_more(record))
         areas += [*values["auc_each.eps_10"], *values["auc_each.eps_20"]]
@@ -485,11 +486,9 @@ def test_an_attack_that_finds_nothing_has_an_area_of_a_half_and_decides_nothing(
     [([5.16, 2.41, 1.84, 4.03, 2.537], "holds"), ([-5.0, -2.0, -3.0, -4.0, -2.0], "fails")],
 )
 def test_the_papers_own_t_tests_tell_its_groups_apart(t, outcome):
-    config = dataclasses.asdict(experiments.get("idp-sgd/figure-2-short").presets["paper"])
+    config = dataclasses.asdict(experiments.get("idp-sgd/figure-2").presets["paper"])
     p = [2 * stats.norm.sf(abs(one)) for one in t]
-    record = records.make(
-        "idp-sgd/figure-2-short", "paper", {"t": t, "p": p}, config=config, data=[]
-    )
+    record = records.make("idp-sgd/figure-2", "paper", {"t": t, "p": p}, config=config, data=[])
     [(_, words, found)] = membership.groups_differ(record)
     assert found == outcome and words.endswith(f"{sum(one < 0.05 for one in p)} of 5")
 
@@ -560,6 +559,21 @@ def test_a_short_attack_is_judged_by_the_papers_claims(tmp_path, name, exhibits)
         if outcome.counts("claim")
     ]
     assert len(judged) == exhibits
+
+
+@pytest.mark.slow
+def test_the_accuracy_of_attacked_networks_is_that_of_the_attack(tmp_path):
+    presets = [experiments.get(f"idp-sgd/figure-2{one}").presets for one in ("-accuracy", "")]
+    assert presets[0]["paper"] == experiments.get("idp-sgd/figure-2-few").presets["paper"]
+    config = dataclasses.replace(
+        presets[0]["paper"], task=presets[1]["quick"].task, examples=200, precision=None
+    )
+    run = run_of(config, tmp_path)
+    *_, pairs = membership.attacked(config, "sample", run)
+    values = membership.accuracies(config, run)
+    for where, each in zip(("train", "test"), np.transpose(pairs)):
+        assert values[f"mnist-5k.accuracy.{where}"] == records.mean_and_sd(each)
+        assert len(each) == 6 and 20 < each.mean() < 100
 
 
 @pytest.mark.slow
