@@ -60,8 +60,8 @@ def test_steps_and_noise_are_those_of_appendix_b():
 
 def test_mnist_has_the_second_versions_optimizer_whose_gradients_are_not_in_units_of_c():
     assert resnets.MNIST_RESNET.model == "resnet20" and resnets.MNIST_RESNET.refreshes == 0
-    setting, weight = dataclasses.replace(resnets.MNIST_RESNET), torch.nn.Parameter(torch.ones(1))
-    optimizer, schedule = setting.optimizer([weight], 4.0, 100)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer, schedule = resnets.MNIST_RESNET.optimizer([weight], 4.0, 100)
     [group] = optimizer.param_groups
     assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1, 0.9, 1e-3)
     task = individual_accounting.MNIST
