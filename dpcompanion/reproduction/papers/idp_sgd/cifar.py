@@ -205,21 +205,26 @@ def _classes(outcomes):
     return torch.stack([torch.as_tensor(one["classes"]) for one in outcomes])
 
 
+_SAME = Cifar(CIFAR10, ("same",), seeds=(0,), look=5, group_look=30)
+
+
 @experiment(
     "idp-sgd/table-10-short",
     paper=Cifar(
         _SHORT, ("same", "class-3.lower", "class-3.higher"), seeds=(0,), look=1, group_look=5
     ),
 )
+@experiment("idp-sgd/table-10-classes", paper=_SAME)
 @experiment(
-    "idp-sgd/table-10-classes", paper=Cifar(CIFAR10, ("same",), seeds=(0,), look=5, group_look=30)
+    "idp-sgd/table-10-class-3",
+    paper=dataclasses.replace(_SAME, kinds=("class-3.lower", "class-3.higher")),
 )
 def table_10_classes(config, run):
     """Table 10: accuracy of each class and of the others with the same budget for all, and where
     some class has another budget.
     """
     done = kept_trials(config, run)
-    found = [("same", c, done["same"]) for c in range(10)] + [
+    found = [("same", c, done["same"]) for c in range(10) if "same" in done] + [
         (kind.partition(".")[2], int(kind[len("class-")]), each)
         for kind, each in done.items()
         if kind != "same"
