@@ -218,14 +218,19 @@ class _Stretch:
     def _note(self):
         return self.state.with_suffix(".begun")
 
+    def taken(self) -> float:
+        """The seconds of earlier stretches until they last wrote the state."""
+        with contextlib.suppress(*_NOT_THERE):
+            noted = json.loads(self._note.read_bytes())
+            if noted["since"] is None:  # a copy, whose own time says nothing
+                return noted["seconds"]
+            return noted["seconds"] + max(0.0, self.state.stat().st_mtime - noted["since"])
+        return 0.0
+
     def begin(self) -> pathlib.Path:
         """The state's path, once it is noted that this stretch begins."""
         if not self.begun:
-            with contextlib.suppress(*_NOT_THERE):
-                noted = json.loads(self._note.read_bytes())
-                self.earlier = noted["seconds"] + max(
-                    0.0, self.state.stat().st_mtime - noted["since"]
-                )
+            self.earlier = self.taken()
             note = {"seconds": self.earlier, "since": time.time()}
             _files.replace(self._note, json.dumps(note).encode())
             self.begun = True
@@ -285,17 +290,52 @@ def taken_over() -> Iterator[list[dict[str, Any]]]:
 
 
 def bring(begun: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
-    """Copy the pieces that lie in `begun` and not in `folder`, as those that a checkout carries of
-    a run that is not whole yet; `resumable` then reads them as it reads its own, or ignores
-    them.
+    """Copy what lies in `begun` and not in `folder`, as what a checkout carries of a run that is
+    not whole yet (`carry`); `resumable` then reads it as it reads its own, or ignores it.
+
+    States of pieces that are not whole are copied unless `folder` has the piece, or a state of it.
     """
-    brought = pathlib.Path(begun)
+    brought, kept = pathlib.Path(begun), pathlib.Path(folder)
+    _copy_pieces(brought, kept)
+    for state in sorted(brought.glob("*.unfinished")):
+        if not (_piece_of(state, kept).exists() or (kept / state.name).exists()):
+            for path in (state.with_suffix(".begun"), state):
+                _files.replace(kept / path.name, path.read_bytes())
+
+
+def carry(folder: str | os.PathLike[str], begun: str | os.PathLike[str]) -> None:
+    """Copy the pieces in `folder` to `begun`, for a checkout to carry to another machine, and the
+    states of those that are not whole, each with the seconds that it took.
+
+    >>> import tempfile
+    >>> folder, begun, elsewhere = (tempfile.mkdtemp() for _ in range(3))
+    >>> _ = resumable(len, ["a", "bb"], folder=folder, config={})
+    >>> carry(folder, begun)
+    >>> bring(begun, elsewhere)
+    >>> resumable(lambda name: 1 / 0, ["a", "bb"], folder=elsewhere, config={})
+    {'a': 1, 'bb': 2}
+    """
+    kept, carried = pathlib.Path(folder), pathlib.Path(begun)
+    _copy_pieces(kept, carried)
+    for old in sorted(carried.glob("*.unfinished")):
+        if _piece_of(old, carried).exists():
+            _Stretch(old).forget()
+    for state in sorted(kept.glob("*.unfinished")):
+        note = {"seconds": _Stretch(state).taken(), "since": None}
+        target = carried / state.name
+        _files.replace(target, state.read_bytes())
+        _files.replace(target.with_suffix(".begun"), json.dumps(note).encode())
+
+
+def _copy_pieces(source: pathlib.Path, target: pathlib.Path) -> None:
     for pattern in ("*.piece*.npz", "*.piece.json"):  # what a piece refers to comes first
-        for path in sorted(brought.glob(pattern)):
-            target = pathlib.Path(folder) / path.name
-            if not target.exists():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                _files.replace(target, path.read_bytes())
+        for path in sorted(source.glob(pattern)):
+            if not (target / path.name).exists():
+                _files.replace(target / path.name, path.read_bytes())
+
+
+def _piece_of(state: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    return _path(folder, state.stem.rpartition(".")[0])
 
 
 def discard(folder: str | os.PathLike[str]) -> None:

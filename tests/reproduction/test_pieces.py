@@ -119,6 +119,43 @@ def test_a_piece_tells_what_all_its_stretches_took(tmp_path):
     assert [(each["pieces"], each["seconds"]) for each in kept] == [(1, made["earlier"])]
 
 
+def test_a_state_goes_on_where_a_checkout_carries_it(tmp_path):
+    """With the seconds that it took, whatever a copy's own time is."""
+    here, begun, there = (tmp_path / name for name in ("here", "begun", "there"))
+
+    def begin(name):
+        state = pieces.unfinished()
+        state.write_text("half of it", encoding="utf-8")
+        raise KeyboardInterrupt
+
+    def end(name):
+        assert pieces.unfinished().read_text(encoding="utf-8") == "half of it"
+        return 1.0
+
+    pieces.resumable(len, ["whole"], folder=here, config={})
+    with pytest.raises(KeyboardInterrupt):
+        pieces.resumable(begin, ["a"], folder=here, config={})
+    (state,) = here.glob("*.unfinished")
+    began = json.loads(state.with_suffix(".begun").read_text(encoding="utf-8"))["since"]
+    os.utime(state, (began + 100, began + 100))
+    pieces.carry(here, begun)
+    os.utime(begun / state.name, (0, 0))
+    pieces.bring(begun, there)
+    with pieces.taken_over() as kept:
+        done = pieces.resumable(end, ["whole", "a"], folder=there, config={})
+    assert done == {"whole": 5, "a": 1.0}
+    assert sum(each["seconds"] for each in kept) == pytest.approx(100, abs=1)
+
+    # What is further here than what is brought stays, and a whole piece needs no state.
+    state.write_text("more of it", encoding="utf-8")
+    pieces.bring(begun, here)
+    pieces.bring(begun, there)
+    assert state.read_text(encoding="utf-8") == "more of it"
+    assert not list(there.glob("*.unfinished"))
+    pieces.carry(there, begun)
+    assert {path.name for path in begun.iterdir()} == {"whole.piece.json", "a.piece.json"}
+
+
 def test_what_an_earlier_version_began_counts_for_nothing(tmp_path):
     def work(name):
         state = pieces.unfinished()

@@ -124,8 +124,9 @@ def mlp(inputs, classes):
 
 
 @models.seeded
-def two_layer_cnn(channels, classes):
-    """Two tanh convolutions, as `training.models.mnist_cnn`, for any size of image."""
+def two_layer_cnn(channels, classes, side):
+    """Two tanh convolutions, as `training.models.mnist_cnn`, for images of another size."""
+    last = ((side - 4) // 2 - 4) // 2
     return nn.Sequential(
         nn.Conv2d(channels, 16, 8, stride=2, padding=2),
         nn.Tanh(),
@@ -133,9 +134,8 @@ def two_layer_cnn(channels, classes):
         nn.Conv2d(16, 32, 4, stride=2),
         nn.Tanh(),
         models.MaxPool2d(2, stride=1),
-        nn.AdaptiveAvgPool2d(4),
         nn.Flatten(),
-        nn.Linear(512, 32),
+        nn.Linear(32 * last**2, 32),
         nn.Tanh(),
         nn.Linear(32, classes),
     )
@@ -147,7 +147,7 @@ def build(model, found, seed):
     return {
         "linear": lambda: nn.Sequential(nn.Flatten(), models.linear(inputs, classes, seed=seed)),
         "mlp": lambda: mlp(inputs, classes, seed=seed),
-        "two-layer-cnn": lambda: two_layer_cnn(channels, classes, seed=seed),
+        "two-layer-cnn": lambda: two_layer_cnn(channels, classes, found.x.shape[-1], seed=seed),
         "resnet20": lambda: models.resnet20(classes, channels=channels, seed=seed),
         "wrn16-4": lambda: models.wrn16_4(classes, channels=channels, seed=seed),
     }[model]().to(found.x.dtype)
