@@ -161,6 +161,37 @@ def fake_images(monkeypatch, shape):
     monkeypatch.setattr(ia.runs, "examples", lambda *arguments: found)
 
 
+def test_figure_14_alone_is_judged_as_with_the_network_it_is_compared_with(tmp_path, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(60, 3, 32, 32, generator=generator), torch.arange(60) % 3
+    found = ia.Examples(x, y, y, x, y, y, ("cat", "dog", "ship"), [])
+    monkeypatch.setattr(ia.runs, "examples", lambda *arguments: found)
+    name = f"{ia.NAME}/figure-14"
+    config = experiments.get(name).presets["paper"]
+    (task,) = config.tasks.values()
+    assert (task.model, task.epochs, task.batch_size) == ("two-layer-cnn", 300, 4096)
+    few = dataclasses.replace(task, batch_size=20, epochs=4, reference=30)
+    config = dataclasses.replace(config, tasks={"cifar10": few})
+    values, arrays = ia.estimates.figure_14(config, Run(config, torch.device("cpu"), tmp_path))
+    trained = ia.trained(few, 0, Run(config, torch.device("cpu"), tmp_path))
+    assert trained.passes.tolist() == [0, 6]  # half a refresh an epoch for all
+    exact = trained.reference_epsilon()
+    np.testing.assert_allclose(arrays["cifar10.small.exact"], exact, rtol=1e-6)
+    np.testing.assert_allclose(
+        arrays["cifar10.small.estimate"], trained.reference_epsilon(3.0), rtol=1e-6
+    )
+    assert values["cat_mean_eps.cnn"] == values["cifar10.small.mean_epsilon"][0]
+    record = records.make(name, "paper", values, config=config, arrays=arrays)
+    rows = experiments.findings(record, f"{ia.NAME}/figures-13-14").rows
+    assert [row.where for row in rows] == ["CIFAR-10, two-layer CNN"] * 2
+
+
+def test_the_two_layer_cnn_is_that_of_mnist_for_images_of_another_size():
+    images = {side: yu.two_layer_cnn(1, 10, side, seed=0) for side in (28, 32)}
+    assert [layer.in_features for layer in images[28] if hasattr(layer, "in_features")] == [512, 32]
+    assert images[32](torch.zeros(2, 1, 32, 32)).shape == (2, 10)
+
+
 @pytest.mark.parametrize(
     "task,shape",
     [
