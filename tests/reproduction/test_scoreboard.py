@@ -545,7 +545,7 @@ def test_printed_numbers_that_no_record_has_are_left_to_do(tmp_path):
     one = scoreboard.exhibit_status("idp-sgd/table-10", folder=tmp_path)
     assert one.outcomes.numbers == {"matches": 2, "not run": 58}
     assert one.to_do[0].startswith("58 of 60 numbers")
-    assert one.to_do[1] == "dpcompanion run idp-sgd/table-10 --preset paper --device cuda"
+    assert one.to_do[1] == "dpcompanion run idp-sgd/table-10-class-3 --preset paper"
 
 
 @pytest.mark.parametrize("exhibit", ["table-12", "figures-8-10"])

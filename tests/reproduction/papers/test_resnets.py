@@ -100,6 +100,25 @@ def test_a_run_with_a_schedule_goes_on_where_it_was_cut_off(tmp_path, monkeypatc
     assert len(steps) < 11 + whole.plan.steps
 
 
+def test_on_mnist_resnet20_is_trained_as_the_paper_trains_it_and_measured_less_often():
+    ours, papers = individual_accounting.resnets.MNIST_RESNET, individual_accounting.MNIST
+    assert {
+        field.name
+        for field in dataclasses.fields(ours)
+        if getattr(ours, field.name) != getattr(papers, field.name)
+    } == {"refreshes", "reference", "needs"}
+    # Norms are measured and not clipped to, so that how often is no part of the training.
+    assert ours.clipping == "maximum"
+    for exhibit in ("figure-1", "figure-4", "table-2", "figure-5"):
+        name = f"individual-accounting/{exhibit}-mnist"
+        assert only(experiments.get(name).presets["paper"]) == ("tasks", "mnist", ours)
+        assert not published.exhibit(name).shortened
+        asked = {one.text for one in experiments.criteria() if one.of == name}
+        assert asked == {
+            one.text for one in experiments.criteria() if one.of == name.removesuffix("-mnist")
+        }
+
+
 @pytest.mark.parametrize(
     "paper", ["per-instance-accounting", "individual-accounting", "gradients-look-alike"]
 )
