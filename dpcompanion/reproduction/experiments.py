@@ -382,7 +382,8 @@ def compare(
 
 
 def is_stand_in(record: records.Record, name: str | None = None) -> bool:
-    """Whether a record has none of the networks that its exhibit, or the one called `name`, shows.
+    """Whether a record has none of the networks that its exhibit, or the one called `name`, shows;
+    or, at the paper's scale, none of its data.
 
     >>> [
     ...     is_stand_in(records.find(f"individual-accounting/{exhibit}"))
@@ -390,8 +391,14 @@ def is_stand_in(record: records.Record, name: str | None = None) -> bool:
     ... ]
     [False, True]
     """
-    shown = published.exhibit(name or record.name).networks
-    return bool(shown and record.data) and not set(shown) & networks(record)
+    shown = published.exhibit(name or record.name)
+    if not record.data:
+        return False
+    data = {entry["name"] for entry in record.data}
+    return bool(
+        (shown.networks and not {*shown.networks} & networks(record))
+        or (record.preset == "paper" and shown.data and not {*shown.data} & data)
+    )
 
 
 def networks(record: records.Record) -> set[str]:

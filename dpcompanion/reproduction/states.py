@@ -9,8 +9,9 @@ paper* if something that it prints is proved wrong (the rest is counted beside i
 statement holds whatever its numbers are, and so says nothing; *out of reach*, in place of undecided
 and not run, if it needs data, weights or days of a GPU that cannot be had here; *not run*
 otherwise. Findings of our own, and refutations, are counted apart and make nothing reproduced.
-Numbers of a stand-in, a record with none of the exhibit's networks, count as not run. What no
-experiment computes, such as a lemma, can be checked by tests, which `published` names.
+Numbers of a stand-in, a record with none of the exhibit's networks or none of its data, count as
+not run. What no experiment computes, such as a lemma, can be checked by tests, which `published`
+names.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

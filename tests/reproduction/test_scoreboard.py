@@ -530,6 +530,17 @@ def test_what_too_few_seeds_leave_undecided_names_more_of_them(tmp_path, sample,
     )
 
 
+@pytest.mark.parametrize("data, smaller", [("mnist", True), ("cifar10", False)])
+def test_the_papers_network_on_data_of_others_is_a_stand_in(data, smaller):
+    """Figure 14 has a two-layer CNN on CIFAR-10: what one does on MNIST is not held against it."""
+    name, config = "individual-accounting/figures-13-14", {"model": "two-layer-cnn"}
+    record = records.make(name, "paper", {}, config=config, data=[{"name": data}])
+    assert experiments.is_stand_in(record) == smaller
+    # A quick run is on other data anyway, and an account is on none.
+    assert not experiments.is_stand_in(dataclasses.replace(record, preset="quick"))
+    assert not experiments.is_stand_in(dataclasses.replace(record, data=[]))
+
+
 def test_printed_numbers_that_no_record_has_are_left_to_do(tmp_path):
     config = dataclasses.asdict(experiments.get("idp-sgd/table-10-classes").presets["paper"])
     values = {
