@@ -182,6 +182,15 @@ def microbatch_size(device):
     return None if torch.device(device).type == "cpu" else 960
 
 
+def sgd(parameters, learning_rate, steps, *, momentum, weight_decay, cosine):
+    """SGD, and the schedule of its learning rate: a cosine over so many steps, or None."""
+    optimizer = torch.optim.SGD(
+        parameters, lr=learning_rate, momentum=momentum, weight_decay=weight_decay
+    )
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) if cosine else None
+    return optimizer, schedule
+
+
 def trackers_of(task, plan, model, loss, data, chosen, *, running=False, **options):
     """A tracker of all examples, which are measured as the task says; and, if some are `chosen`,
     one of these, measured at every step.

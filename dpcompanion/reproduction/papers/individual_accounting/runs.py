@@ -18,6 +18,7 @@ from dpcompanion.reproduction.papers.yu import (
     examples,
     outcome,
     seconds,
+    sgd,
     trackers_of,
 )
 from dpcompanion.training import Callbacks, DPSGDPlan, gradient_norms, train
@@ -177,14 +178,13 @@ def run_task(task, seed, device):
         gradient_norms(model, loss, x, y).median()
     )
     plan = make_plan(task, len(y), limit)
-    optimizer = torch.optim.SGD(
+    optimizer, schedule = sgd(
         model.parameters(),
-        lr=task.learning_rate / (limit if task.normalised else 1),
+        task.learning_rate / (limit if task.normalised else 1),
+        plan.steps,
         momentum=task.momentum,
         weight_decay=task.weight_decay,
-    )
-    scheduler = (
-        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, plan.steps) if task.cosine else None
+        cosine=task.cosine,
     )
 
     chosen = torch.as_tensor(np.random.RandomState(seed).permutation(len(y))[: task.reference])
@@ -211,9 +211,9 @@ def run_task(task, seed, device):
         seed=seed,
         trackers=[whole, *reference],
         callbacks=Callbacks(
-            on_epoch=watch, on_step=(lambda _: scheduler.step()) if scheduler else None
+            on_epoch=watch, on_step=(lambda _: schedule.step()) if schedule else None
         ),
-        checkpoint=within_the_piece(looks=trace, scheduler=scheduler),
+        checkpoint=within_the_piece(looks=trace, scheduler=schedule),
     )
     losses, right = outcome(model, loss, x, y)
     test_losses, test_right = outcome(model, loss, found.test_x.to(device), found.test_y.to(device))

@@ -12,8 +12,6 @@ an hour of one core, with the noise that makes so few epochs cost what the paper
 
 import dataclasses
 
-import torch
-
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import ask_also, experiment, finding
 from dpcompanion.reproduction.papers import yu as second
@@ -69,13 +67,14 @@ class WithMomentum(Resnet):
     weight_decay: float = 1e-3
 
     def optimizer(self, parameters, limit, steps):
-        optimizer = torch.optim.SGD(
+        return second.sgd(
             parameters,
-            lr=self.learning_rate,
+            self.learning_rate,
+            steps,
             momentum=self.momentum,
             weight_decay=self.weight_decay,
+            cosine=True,
         )
-        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
 
 # K = 0, which figure 3 shows, too: with two full passes an epoch a run takes 2.5 times as long.
