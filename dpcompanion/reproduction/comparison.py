@@ -234,9 +234,10 @@ def compare(
         ):
             candidates = (old,) if task else (new, old) if stale else (old, new)
             ours = next((value for value in candidates if value is not None), None)
-            rows.append(
-                _row(label, print_, old, new, ours, word=word, points=point, tolerance=tolerance)
-            )
+            row = _row(label, print_, old, new, ours, word=word, points=point, tolerance=tolerance)
+            if row.verdict == "not run" and paper and paper.is_beyond(key):
+                row = dataclasses.replace(row, verdict="out of reach")
+            rows.append(row)
     return Comparison(rows, stale, task)
 
 

@@ -27,6 +27,7 @@ MARKS = {
     "undecided": "?",
     "stand-in": "~",
     "not run": "\u2013",
+    "out of reach": "\u2026",
     "wrong in the paper": "!",
 }
 

@@ -59,6 +59,7 @@ VERDICTS = {
     "stand-in": "a number of another network than the paper's, which is set beside the print and "
     "not held against it",
     "not run": "with what it would need",
+    "out of reach": "not run, and needs data, weights or days of a GPU that cannot be had here",
     "wrong in the paper": "with the proof",
 }
 
@@ -156,7 +157,8 @@ class Exhibit:
     run of its own computes a part of, such as one data set of several. `shortened` says of a part
     how much of the paper's training it has, such as "10 of 100 epochs of ResNet-20 on CIFAR-10":
     its numbers are not held against the print, and the exhibit stays unfinished. `needs` says what
-    it cannot be decided without and this project does not have: data, weights, or days of a GPU.
+    it cannot be decided without and this project does not have: data, weights, or days of a GPU;
+    `beyond` are patterns of its numbers of which that is so where it is not so of the rest.
     `takes` is about how long its experiment takes at its own scale, and on what.
     """
 
@@ -182,6 +184,7 @@ class Exhibit:
     part_of: str = ""
     shortened: str = ""
     needs: str = ""
+    beyond: tuple[str, ...] = ()
     takes: str = ""
     numbers: Mapping[str, Any] = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({})
@@ -213,6 +216,17 @@ class Exhibit:
         (True, False)
         """
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.given)
+
+    def is_beyond(self, key: str) -> bool:
+        """Whether a number cannot be had here.
+
+        >>> (
+        ...     exhibit("idp-sgd/table-8").is_beyond("svhn.A.sample"),
+        ...     exhibit("idp-sgd/table-8").is_beyond("mnist.A.sample"),
+        ... )
+        (True, False)
+        """
+        return bool(self.needs) or any(fnmatch.fnmatchcase(key, pattern) for pattern in self.beyond)
 
     def point(self, key: str) -> float:
         """How much one percentage point of accuracy is in a number: 1, 0.01, or 0 if it is none.
@@ -274,7 +288,7 @@ def _read(slug: str) -> tuple[Paper, dict[str, Exhibit]]:
     found = content.pop("exhibit")
     exhibits = {}
     for fields in found:
-        for key in ("data", "networks", "wrong", "given", "accuracies", "tests"):
+        for key in ("data", "networks", "wrong", "given", "beyond", "accuracies", "tests"):
             fields[key] = tuple(fields.get(key, ()))
         fields["numbers"] = _number(fields.get("numbers", {}))
         exhibits[fields["id"]] = Exhibit(paper=slug, **fields)

@@ -28,7 +28,8 @@ class Outcomes:
     """What came out of an exhibit's numbers and claims.
 
     Attributes:
-        numbers: verdict -> how many of its numbers; without a record all of them are "not run".
+        numbers: verdict -> how many of its numbers; without a record all of them are "not run", or
+            "out of reach".
         findings: {"holds": ..., "fails": ..., "undecided": ...} of the paper's claims, judged by
             its networks and all of its training.
         smaller: the same of the paper's claims, judged by stand-ins or by a part of the training.
@@ -52,7 +53,7 @@ class Outcomes:
     def said(self, how: Callable[[Mapping[str, int]], str]) -> str:
         """All counts, each group of them as `how` says it."""
         counts = {**self.numbers, **self.findings}
-        counts["not run"] = counts.pop("not run", 0)
+        counts |= {word: counts.pop(word, 0) for word in states.NOT_RUN}
         parts = [how(counts)]
         parts += [
             f"{whose}: {how(found)}"
@@ -124,9 +125,12 @@ class Evidence:
 
     def outcomes(self) -> Outcomes:
         """What they say."""
-        numbers = states.numbers(self.exhibit, self.own, self.parts).counts()
-        if count := numbers.pop("stand-in", 0):
-            numbers["not run"] = numbers.get("not run", 0) + count
+        table = states.numbers(self.exhibit, self.own, self.parts)
+        numbers = table.counts()
+        for row in table.rows if numbers.pop("stand-in", 0) else ():
+            if row.verdict == "stand-in":
+                word = "out of reach" if self.exhibit.is_beyond(row.label) else "not run"
+                numbers[word] = numbers.get(word, 0) + 1
         held: dict[str, dict[str, int]] = {kind: {} for kind in (*published.FINDINGS, "smaller")}
         for record in self.judged_by:
             findings = experiments.findings(record, self.exhibit.name)
@@ -252,7 +256,7 @@ class ExhibitStatus:
         tasks = states.not_run(self.exhibit, recorded, held.parts)
         missing = ", ".join([*held.missing, *(f"more than {part}" for part in held.shortened)])
         numbers = self.outcomes.numbers
-        if not missing and (left := numbers.get("not run")):
+        if not missing and (left := sum(numbers.get(word, 0) for word in states.NOT_RUN)):
             missing = f"{left} of {sum(numbers.values())} numbers"
         if self.exhibit.tests or recorded is not None and not (missing or tasks):
             return None

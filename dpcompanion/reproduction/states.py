@@ -10,8 +10,8 @@ statement holds whatever its numbers are, and so says nothing; *out of reach*, i
 and not run, if it needs data, weights or days of a GPU that cannot be had here; *not run*
 otherwise. Findings of our own, and refutations, are counted apart and make nothing reproduced.
 Numbers of a stand-in, a record with none of the exhibit's networks or none of its data, count as
-not run. What no experiment computes, such as a lemma, can be checked by tests, which `published`
-names.
+not run, or as out of reach (`published.Exhibit.is_beyond`). What no experiment computes, such as a
+lemma, can be checked by tests, which `published` names.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +34,10 @@ STATES = {
     "out of reach": "undecided, and needs data, weights or days of a GPU that cannot be had here",
     "not run": "with what it would need",
 }
+
+#: What numbers without a value of ours are called: those that could be run, and those that need
+#: what cannot be had here.
+NOT_RUN = ("not run", "out of reach")
 
 
 def values_of(
@@ -189,6 +193,6 @@ def state(
         record is not None
         and record.preset == "paper"
         and not some_tasks
-        and not numbers.get("not run")
+        and not any(numbers.get(word) for word in NOT_RUN)
     )
     return "reproduced" if bad + undecided == 0 and whole else "in part"

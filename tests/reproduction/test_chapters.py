@@ -121,8 +121,8 @@ def test_an_exhibit_is_shown_with_its_verdicts_and_what_remains_in_one_output():
     assert "`dpcompanion run individual-accounting/table-3 --preset paper --device cuda`" in remains
     text = shown._repr_markdown_()
     assert (
-        "\u2013 4 not run; smaller runs: ✓ 1 holds. Made by `dpcompanion run "
-        "individual-accounting/" in verdicts
+        "\u2013 2 not run, \u2026 2 out of reach; smaller runs: ✓ 1 holds. Made by "
+        "`dpcompanion run individual-accounting/" in verdicts
     )
     assert (
         text.count("\n\n") == 3
