@@ -163,7 +163,7 @@ def shapes(svg):
     for element in elements:
         numbers = [float(x) for x in re.findall(r"-?\d+(?:\.\d+)?", element.get("d", ""))]
         ends = [end(part) for part in (numbers[::2], numbers[1::2]) if part for end in (min, max)]
-        for name in ("x", "y", "width", "height", "transform", "viewBox", "data-cut"):
+        for name in ("x", "y", "width", "height", "transform", "viewBox", "data-cut", "data-end"):
             ends += [float(x) for x in re.findall(r"-?\d+(?:\.\d+)?", element.get(name, ""))]
         boxes.append(ends)
     words = "\n".join(element.text for element in elements if element.text)

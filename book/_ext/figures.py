@@ -41,12 +41,17 @@ def on_page(svg, name, alt):
     var(--ink)"/><use href="#fig-a"/></g></svg></div>
     >>> on_page(svg.replace("2\\"", "2\\" data-cut=\\"4\\""), "fig", "").count("<svg viewBox")
     2
+    >>> short = svg.replace("2\\"", "2\\" data-cut=\\"4\\" data-end=\\"1\\"")
+    >>> 'viewBox="4 0 5 1"' in on_page(short, "fig", "")
+    True
     >>> on_page(svg.replace("#000000", "#123456"), "fig", "")
     Traceback (most recent call last):
     ValueError: fig: no variable of custom.css stands for the colour #123456
     """
-    width, height, cut, body = re.fullmatch(
-        r'<svg viewBox="0 0 (\S+) (\S+)"(?: data-cut="(.*?)")?>(.*)</svg>', svg, re.DOTALL
+    width, height, cut, end, body = re.fullmatch(
+        r'<svg viewBox="0 0 (\S+) (\S+)"(?: data-cut="(.*?)")?(?: data-end="(.*?)")?>(.*)</svg>',
+        svg,
+        re.DOTALL,
     ).groups()
     if unknown := {*re.findall(r"(?:fill|stroke): (#\w{6})", body)} - COLORS.keys():
         raise ValueError(
@@ -56,12 +61,13 @@ def on_page(svg, name, alt):
     # A rule for `image` would not reach into the second column, a variable does.
     body = re.sub(r"<image [^>]*/>", r'<g style="filter: var(--image)">\g<0></g>', body)
     body = re.sub(r'(?<=\bid=")|(?<=="#)|(?<=\burl\(#)', f"{name}-", body)
-    columns = [(0.0, float(cut or width)), *([(float(cut), float(width))] if cut else [])]
+    columns = [(0.0, float(cut or width), height)]
+    columns += [(float(cut), float(width), end or height)] if cut else []
     pictures = [f'<g id="{name}">{body}</g>', f'<use href="#{name}"/>']
     shown = "".join(
-        f'<svg viewBox="{left:g} 0 {right - left:g} {height}" style="--width: {right - left:g}" '
+        f'<svg viewBox="{left:g} 0 {right - left:g} {below}" style="--width: {right - left:g}" '
         f'aria-hidden="true">{picture}</svg>'
-        for (left, right), picture in zip(columns, pictures)
+        for (left, right, below), picture in zip(columns, pictures)
     )
     return f'<div class="drawing" role="img" aria-label="{html.escape(alt.strip())}">{shown}</div>'
 

@@ -173,7 +173,7 @@ def drawing(fig: Any) -> str:
     are as in print.
 
     The columns of a figure of two can be shown below each other: `data-cut` is where no axes are in
-    the way.
+    the way, and `data-end` where the second ends if the rest below it is empty.
 
     >>> svg = drawing(figure(columns=2)[0])
     >>> svg[:51], ">0.8</text>" in svg
@@ -253,17 +253,22 @@ def _thinned(path: str) -> str:
 
 
 def _cut(fig: Any) -> str:
-    """Where a figure's two columns part, as an attribute: between axes with no legend across."""
-    width, dpi = fig.get_figwidth(), fig.dpi
+    """Where a figure's two columns part, as an attribute: between axes with no legend across; and
+    where the second ends, if it does in the upper half.
+    """
+    (width, height), dpi = fig.get_size_inches(), fig.dpi
     if width <= STYLE["figure.figsize"][0]:
         return ""
-    boxes = [box for part in (*fig.axes, *fig.legends) if (box := part.get_tightbbox()) is not None]
-    boxes = sorted((box.x0 / dpi, box.x1 / dpi) for box in boxes)
-    strips = [(max(end for _, end in boxes[:i]), boxes[i][0]) for i in range(1, len(boxes))]
-    strips = [
-        (end, start) for end, start in strips if end < start and 0.2 * width < end < 0.8 * width
-    ]
-    return "".join(f' data-cut="{36 * (end + start):.1f}"' for end, start in strips[:1])
+    drawn = [ax for ax in fig.axes if ax.axison or ax.has_data()]
+    boxes = [box for part in (*drawn, *fig.legends) if (box := part.get_tightbbox()) is not None]
+    boxes = sorted((box.x0 / dpi, box.x1 / dpi, height - box.y0 / dpi) for box in boxes)
+    for i in range(1, len(boxes)):
+        end, start = max(box[1] for box in boxes[:i]), boxes[i][0]
+        if end < start and 0.2 * width < end < 0.8 * width:
+            lowest = max(box[2] for box in boxes[i:])
+            below = f' data-end="{72 * lowest + 4:.1f}"' if lowest < 0.6 * height else ""
+            return f' data-cut="{36 * (end + start):.1f}"{below}'
+    return ""
 
 
 def _set_up_notebook() -> None:

@@ -129,6 +129,22 @@ def test_a_drawing_is_cut_between_its_columns_unless_something_lies_across(axes)
     assert "data-cut" not in plotting.drawing(fig)
 
 
+def test_a_second_column_that_is_half_empty_ends_where_its_axes_do():
+    """So that a phone, which has it below the first one, leaves no blank."""
+    import matplotlib.pyplot as plt
+
+    fig, axes = plotting.figure(rows=2, columns=2)
+    assert "data-cut" in plotting.drawing(fig) and "data-end" not in plotting.drawing(fig)
+    axes[1, 1].axis("off")
+    (end,) = map(float, re.findall('data-end="(.*?)"', plotting.drawing(fig)))
+    lowest, highest = (
+        72 * (fig.get_figheight() - edge / fig.dpi)
+        for edge in (axes[0, 1].get_tightbbox().y0, axes[1, 0].get_tightbbox().y1)
+    )
+    assert lowest < end < highest + 10
+    plt.close(fig)
+
+
 def test_a_figure_of_one_column_is_not_cut(axes):
     import matplotlib.pyplot as plt
 
