@@ -137,14 +137,27 @@ def not_run(
     """
     if record is None or record.name != exhibit.name:
         return ()
+    parts = list(parts)
     has = {entry["name"] for part in parts for entry in part.data}
     whole = [part.name for part in parts]
+    tasks = record.config.get("tasks", {})
     halves = [
         part.title
         for part in published.parts(exhibit.name)
         if part.name not in whole and not part.shortened and part.data and {*part.data} <= has
     ]
-    return (*(task for task in record.values.get("not_run", ()) if task not in has), *halves)
+    left = [
+        task
+        for task in record.values.get("not_run", ())
+        if not any(_covers(part, task, tasks.get(task, {}).get("model")) for part in parts)
+    ]
+    return (*left, *halves)
+
+
+def _covers(part: records.Record, task: str, network: str | None) -> bool:
+    """Whether a part is on a task's data, and with its network where one is named."""
+    on_its_data = any(entry["name"] == task for entry in part.data)
+    return on_its_data and network in (None, *experiments.networks(part))
 
 
 def state(

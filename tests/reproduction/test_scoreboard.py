@@ -560,6 +560,22 @@ def test_numbers_that_cannot_be_had_here_count_apart_from_those_not_run(tmp_path
     assert none.outcomes.numbers == {"out of reach": 2}
 
 
+@pytest.mark.parametrize("network, left", [("two-layer-cnn", ("cifar10",)), ("wrn16-4", ())])
+def test_a_part_covers_a_task_that_has_its_data_and_its_network(network, left):
+    """Figure 13 is of WRN-16-4 on CIFAR-10, figure 14 of a CNN on the same data."""
+    name = "individual-accounting/figures-13-14"
+    tasks = {"mnist_cnn": {"model": "two-layer-cnn"}, "cifar10": {"model": "wrn16-4"}}
+    whole = records.make(name, "paper", {"not_run": ["cifar10"]}, config={"tasks": tasks})
+    part = records.make(
+        "individual-accounting/figure-14",
+        "paper",
+        {},
+        config={"tasks": {"cifar10": {"model": network}}},
+        data=[{"name": "cifar10"}],
+    )
+    assert states.not_run(published.exhibit(name), whole, [part]) == left
+
+
 def test_printed_numbers_that_no_record_has_are_left_to_do(tmp_path):
     config = dataclasses.asdict(experiments.get("idp-sgd/table-10-classes").presets["paper"])
     values = {
