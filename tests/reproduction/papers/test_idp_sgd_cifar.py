@@ -119,7 +119,10 @@ def test_a_part_counts_in_its_exhibit_and_is_no_longer_left_to_run(tmp_path):
         tmp_path,
     )
     before = scoreboard.exhibit_status("idp-sgd/table-8", folder=tmp_path)
-    assert before.verdicts == "6 match, 12 not run" and "table-8-cifar10-a" in before.to_do[1]
+    assert (
+        before.verdicts == "6 match, 6 not run, 6 out of reach"
+        and "table-8-cifar10-a" in before.to_do[1]
+    )
     printed = published.exhibit("idp-sgd/table-8").flat()
 
     def land(part, setups, kinds):
@@ -132,14 +135,16 @@ def test_a_part_counts_in_its_exhibit_and_is_no_longer_left_to_run(tmp_path):
         return scoreboard.exhibit_status("idp-sgd/table-8", folder=tmp_path)
 
     half = land("table-8-cifar10-a", ("cifar10.A", "cifar10.B.dpsgd"), ["dpsgd", "A.sample"])
-    assert half.verdicts == "10 match, 1 holds, 8 not run" and half.state == "in part"
+    assert (
+        half.verdicts == "10 match, 1 holds, 2 not run, 6 out of reach" and half.state == "in part"
+    )
     assert half.to_do == (
         "svhn, Table 8 on CIFAR-10, budgets B; one core, about five hours",
         "dpcompanion run idp-sgd/table-8-cifar10-b --preset paper && dpcompanion run "
         "idp-sgd/table-8 --preset paper --device cuda",
     )
     after = land("table-8-cifar10-b", ("cifar10.B",), ["dpsgd", "B.sample"])
-    assert after.verdicts == "12 match, 2 hold, 6 not run" and after.state == "in part"
+    assert after.verdicts == "12 match, 2 hold, 6 out of reach" and after.state == "in part"
     assert after.to_do == ("svhn", "dpcompanion run idp-sgd/table-8 --preset paper --device cuda")
     assert len(dict(scoreboard.compared([after]))["Table 8: " + after.exhibit.title].rows) == 18
 
