@@ -200,8 +200,9 @@ def compare(
             says of each number.
         stale: whether `recorded` is stale; the heading then says so, and live numbers are judged
             before recorded.
-        stand_in: whether ours belong to another network than the paper's, or the names of those
-            that do; they then stand beside the print, and the verdict says "stand-in".
+        stand_in: whether ours belong to another network or other data than the paper's, or the
+            names of those that do; they then stand beside the print, and the verdict says
+            "stand-in".
         task: what the live numbers are of, such as "4,000 digits", where that is not the paper's
             task; they then stand beside the print under this head, and are not held against it.
 

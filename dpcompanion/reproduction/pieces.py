@@ -300,7 +300,8 @@ def bring(begun: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None
     for state in sorted(brought.glob("*.unfinished")):
         if not (_piece_of(state, kept).exists() or (kept / state.name).exists()):
             for path in (state.with_suffix(".begun"), state):
-                _files.replace(kept / path.name, path.read_bytes())
+                if path.exists():  # without its note a state counts no seconds
+                    _files.replace(kept / path.name, path.read_bytes())
 
 
 def carry(folder: str | os.PathLike[str], begun: str | os.PathLike[str]) -> None:

@@ -56,8 +56,8 @@ VERDICTS = {
     "criterion is not random",
     "fails": "the interval lies on the other side",
     "undecided": "it lies on both sides, or one run cannot decide",
-    "stand-in": "a number of another network than the paper's, which is set beside the print and "
-    "not held against it",
+    "stand-in": "a number of another network or other data than the paper's, which is set beside "
+    "the print and not held against it",
     "not run": "with what it would need",
     "out of reach": "not run, and needs data, weights or days of a GPU that cannot be had here",
     "wrong in the paper": "with the proof",

@@ -140,6 +140,11 @@ def test_a_state_goes_on_where_a_checkout_carries_it(tmp_path):
     os.utime(state, (began + 100, began + 100))
     pieces.carry(here, begun)
     os.utime(begun / state.name, (0, 0))
+    alone = tmp_path / "without a note"
+    alone.mkdir()
+    (alone / state.name).write_bytes(state.read_bytes())
+    pieces.bring(alone, tmp_path / "elsewhere")  # its seconds are not known, and it counts
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == [state.name]
     pieces.bring(begun, there)
     with pieces.taken_over() as kept:
         done = pieces.resumable(end, ["whole", "a"], folder=there, config={})

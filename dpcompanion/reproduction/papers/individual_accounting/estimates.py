@@ -211,6 +211,10 @@ class Variants(Study):
     )
 
 
+#: What the network of figure 14 changes.
+SMALL = {"model": "two-layer-cnn", "learning_rate": 1.0}
+
+
 @experiment(
     f"{NAME}/figures-13-14",
     quick=Variants(QUICK),
@@ -239,10 +243,6 @@ def figures_13_14(config, run):
                     "cat_mean_eps.cnn": part["mean_epsilon"][3],
                 }
     return values, arrays
-
-
-#: What the network of figure 14 changes.
-SMALL = {"model": "two-layer-cnn", "learning_rate": 1.0}
 
 
 def of_variant(found, refreshes):
