@@ -17,12 +17,14 @@ from dpcompanion.reproduction.experiments import ask_also, experiment, finding
 from dpcompanion.reproduction.papers import yu as second
 from dpcompanion.reproduction.papers.common import histogram, named
 from dpcompanion.reproduction.papers.per_instance_accounting.accounts import (
+    GROUPS,
     Estimates,
     figure_1,
     figure_2,
     figure_3,
     figure_5,
     figure_6,
+    underserved,
 )
 from dpcompanion.reproduction.papers.per_instance_accounting.clipping import (
     Clippings,
@@ -195,6 +197,17 @@ for _exhibit, _function, _config in (
     experiment(f"{NAME}/{_exhibit}-resnet20", paper=_config)(_function)
     # What is found on the stand-in is asked of the paper's network, too.
     ask_also(f"{NAME}/{_exhibit}", of=f"{NAME}/{_exhibit}-resnet20")
+
+for _exhibit, _function, _config in (
+    ("figure-1", figure_1, Study(MNIST_RESNET)),
+    ("figure-3", figure_3, Estimates(MNIST_RESNET, refreshes=(MNIST_RESNET.refreshes,))),
+    ("figure-5", figure_5, Study(MNIST_RESNET)),
+):
+    experiment(f"{NAME}/{_exhibit}-mnist", paper=_config)(_function)
+    ask_also(f"{NAME}/{_exhibit}", of=f"{NAME}/{_exhibit}-mnist")
+
+experiment(f"{NAME}/figures-9-10-mnist", paper=Study(MNIST_RESNET))(figure_6)
+finding(f"{NAME}/figures-9-10", GROUPS, of=f"{NAME}/figures-9-10-mnist")(underserved)
 
 for _exhibit, _function, _config in (
     ("figure-3", figure_3, Estimates(UTKFACE_GENDER)),
