@@ -47,8 +47,8 @@ OURS = "ours"
 
 # The words for an outcome, and what each promises.
 VERDICTS = {
-    "matches": "|ours - paper| is at most 2 sqrt(sd_ours^2 + sd_paper^2) plus the rounding of the "
-    "print",
+    "matches": "|ours - paper| is at most 2 sqrt(sd_ours^2 + sd_paper^2), of accuracies at most 3 "
+    "points, plus the rounding of the print",
     "close": "within 10%, within 1 point of accuracy, or within the tolerance that its exhibit "
     "states",
     "differs": "further away than that",
@@ -362,13 +362,16 @@ def verdict(
         sd_ours, sd_published: standard deviations of the two.
         rounding: half a unit in the last printed place.
         points: what one percentage point is where the numbers are accuracies, 1 (or True) for
-            percentages and 0.01 for fractions: close then means within 1 point.
+            percentages and 0.01 for fractions: close then means within 1 point, and
+            numbers more than 3 points apart do not match, whatever their scatter.
         tolerance: what close means for other numbers, as a share of the published one.
 
     >>> verdict(97.6, "97.81±0.09", sd_ours=0.1, points=True)
     'matches'
     >>> verdict(96.9, "97.81±0.09", sd_ours=0.1, points=True)
     'close'
+    >>> verdict(84.0, "91.2±1.2", sd_ours=3.5, points=True)
+    'differs'
     >>> verdict(2.9, "3.42529"), verdict(3.41, "3.42529"), verdict(3.41, "3.42529", tolerance=0.001)
     ('differs', 'close', 'differs')
     """
@@ -388,6 +391,7 @@ def verdict(
     distance = 0.0 if ours == paper else abs(ours - paper)
     # A number that rounds to just half a unit must not depend on the last bit of the subtraction.
     slack = 1e-12 * max(1.0, abs(paper)) if rounding else 0.0
-    if distance <= 2 * math.hypot(sd_ours, sd_published) + rounding + slack:
+    scatter = min(2 * math.hypot(sd_ours, sd_published), 3 * float(points) or math.inf)
+    if distance <= scatter + rounding + slack:
         return "matches"
     return "close" if distance <= (float(points) or tolerance * abs(paper)) else "differs"

@@ -358,7 +358,9 @@ def test_the_paper_is_judged_by_its_own_budgets_and_not_by_those_of_the_search(
     for exhibit in ("table-11", "figure-7"):
         found = experiments.findings(record, f"idp-sgd/{exhibit}")
         assert found.counts() == {outcome: 2} and found.counts("own") == own
-    assert {"paper.sample", "gap.paper.scale"} <= set(published.exhibit("idp-sgd/table-11").flat())
+    assert {"paper.sample", "gap_of_means.paper.scale"} <= set(
+        published.exhibit("idp-sgd/table-11").flat()
+    )
 
 
 @pytest.mark.slow

@@ -183,7 +183,7 @@ def filter_gains(record):
 
 @finding(
     "idp-sgd/figure-3",
-    "with assignment more examples are active, on average over the run",
+    "with assignment more examples are active, on average over the run of the first seed",
     of="idp-sgd/table-4",
 )
 def more_stay(record):

@@ -248,7 +248,11 @@ def epsilons_spread(record):
         )
 
 
-@finding(f"{NAME}/text-worst-case-share", "less than half of the examples reach the worst case")
+@finding(
+    f"{NAME}/text-worst-case-share",
+    "less than half of the examples reach the worst case",
+    kind="own",
+)
 def many_pay_less(record):
     share = of_examples(record, record.values["cifar10"])
     yield (
