@@ -256,9 +256,10 @@ class PersonalCosts:
     def from_json(cls, held: Any) -> "PersonalCosts":
         """The costs of `to_json`; ValueError for what are none."""
         try:
-            return cls(
-                tuple(from_dict(kind) for kind in held["kinds"]), torch.tensor(held["counts"])
-            )
+            counts = torch.tensor(held["counts"])
+            if not counts.numel():  # of no kinds: empty lists say nothing of a type
+                counts = counts.to(torch.int64)
+            return cls(tuple(from_dict(kind) for kind in held["kinds"]), counts)
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"source must hold kinds and counts of people, got {held!r:.80}: {error}"

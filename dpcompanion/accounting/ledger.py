@@ -308,13 +308,17 @@ class Ledger:
         return dict(sorted(scales.items())), dict(sorted(guarantees.items()))
 
     def _infinite(self):
-        """The probability of an infinite loss: all deltas of guarantees, composed."""
+        """The probability of an infinite loss: all deltas of guarantees, composed and rounded up; a
+        single one is what it is.
+        """
         _, guarantees = self._bounded()
-        if any(delta == 1 for _, delta in guarantees):
+        used = [(delta, count) for (_, delta), count in guarantees.items() if delta]
+        if any(delta == 1 for delta, _ in used):
             return 1.0
-        return -math.expm1(
-            sum(count * math.log1p(-delta) for (_, delta), count in guarantees.items())
-        )
+        if len(used) == 1 and used[0][1] == 1:
+            return used[0][0]
+        together = -math.expm1(sum(count * math.log1p(-delta) for delta, count in used))
+        return min(1.0, together * (1 + 2.0**-50))
 
     def _largest(self):
         """What no finite loss exceeds: inf beside Gaussians."""
@@ -490,6 +494,8 @@ class Ledger:
         def alone(items):
             return Ledger(items, relation=self.relation).epsilon(delta)
 
+        if not columns:  # accounts of norms that are all zero
+            return torch.zeros(self.n, dtype=torch.float64)
         counts = torch.stack(list(columns.values()), dim=1)
         found = epsilons_of(list(columns), counts, delta, alone, relation=self.relation)
         return found.clamp(max=self.epsilon(delta))

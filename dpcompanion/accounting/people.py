@@ -116,9 +116,11 @@ def epsilons_of(
     if min(map(_scale, kinds)) < inclusion_bound.LITTLE_NOISE:
         gridded[:] = False
     infinite = torch.tensor(
-        [math.log1p(-kind.delta) if isinstance(kind, Guarantee) else 0.0 for kind in kinds]
+        [math.log1p(-kind.delta) if isinstance(kind, Guarantee) else 0.0 for kind in kinds],
+        dtype=torch.float64,
     )
-    infinite = -torch.expm1(rows.double() @ infinite.double())
+    # Rounded up: a person for whom it reaches delta is asked alone.
+    infinite = -torch.expm1(rows.double() @ infinite) * (1 + 2.0**-50)
     gridded &= infinite < delta
     found = torch.empty(len(rows), dtype=torch.float64)
     whole = [

@@ -142,8 +142,19 @@ def rdp_of(ledger: Ledger, orders: torch.Tensor) -> torch.Tensor:
     return total
 
 
+#: Below this epsilon the closed forms are differences of numbers that nearly cancel.
+_TINY = 1e-4
+
+
+def _of_tiny_epsilon(epsilon, a):
+    """No (epsilon, 0)-DP mechanism has larger divergences, and none of order 1 is much smaller."""
+    return (a * (epsilon**2 / 2)).clamp(max=epsilon)
+
+
 def _laplace(scale, a):
     """Mironov 2017, proposition 6."""
+    if 1 / scale < _TINY:
+        return _of_tiny_epsilon(1 / scale, a)
     rest = torch.logaddexp(
         torch.log(a / (2 * a - 1)) + (a - 1) / scale, torch.log((a - 1) / (2 * a - 1)) - a / scale
     )
@@ -152,6 +163,8 @@ def _laplace(scale, a):
 
 def _randomized_response(epsilon, a):
     """Mironov 2017, proposition 5: no (epsilon, 0)-DP mechanism has larger divergences."""
+    if epsilon < _TINY:
+        return _of_tiny_epsilon(epsilon, a)
     high = -math.log1p(math.exp(-epsilon))
     low = -math.log1p(math.exp(epsilon)) if epsilon < 700 else -epsilon
     return torch.logaddexp(a * high + (1 - a) * low, a * low + (1 - a) * high).clamp(min=0) / (

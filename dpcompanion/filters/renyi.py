@@ -295,7 +295,7 @@ class RenyiFilter(NormInput):
         for who takes no part.
         """
         norms = self._in_range(norms)
-        return torch.where(self._admit(norms), norms, 0)
+        return torch.where(self._admit(norms), norms.clamp(max=self.max_grad_norm), 0)
 
     def epsilon(self, delta: float) -> torch.Tensor:
         """The epsilon that each example's budgets guarantee at `delta`, (n,) float64.

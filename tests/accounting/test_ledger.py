@@ -3,6 +3,7 @@
 import math
 
 import dp_accounting
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -408,3 +409,59 @@ def test_what_is_not_as_usual_shows_in_the_ledger_itself():
     ledger = Ledger([SampledGaussian(0.01, 1.0, 500), entry])
     assert repr(ledger).endswith("replaced=2.0), relation='zero-out', unit='patient')])")
     assert repr(ledger).count("LedgerEntry") == 1
+
+
+@pytest.mark.parametrize("people", [3, 12, 13, 20])
+@pytest.mark.parametrize("delta", [1e-5, 2.0**-16, 2.0**-5, 1e-8])
+def test_a_guarantee_whose_delta_is_all_of_delta_leaves_nothing_for_gaussians(people, delta):
+    account = IndividualAccountant(
+        people, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=1.0, rounding=0.05
+    )
+    account.record(0.05 * (1 + torch.arange(people) % 20), steps=100)
+    ledger = Ledger([Guarantee(1.0, delta)]).add(account)
+    assert ledger.epsilon(delta) == math.inf and ledger.epsilons(delta).eq(math.inf).all()
+    assert Ledger([Guarantee(1.0, delta), Gaussian(2.0)]).epsilon(delta) == math.inf
+    assert Ledger([Guarantee(1.0, delta)]).epsilon(delta) == 1.0
+
+
+@pytest.mark.parametrize("delta", [0.25, 1e-5, 1e-9])
+def test_deltas_of_guarantees_together_are_rounded_up(delta):
+    ledger = Ledger([Guarantee(1.0, delta)] * 3)
+    with mpmath.workdps(60):
+        exact = 1 - (1 - mpmath.mpf(delta)) ** 3
+        assert exact <= ledger.delta(3.0) <= exact * (1 + 1e-12)
+    assert ledger.epsilon(ledger.delta(3.0)) == 3.0
+
+
+@pytest.mark.parametrize("rounding", [None, 0.01])
+def test_accounts_of_norms_that_are_all_zero_are_added_and_come_back(rounding):
+    account = IndividualAccountant(
+        3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=1.0, rounding=rounding
+    )
+    account.record([0.0, 0.0, 0.0], steps=10)
+    ledger = Ledger([account])
+    assert ledger.epsilons(1e-5).eq(0).all()
+    assert Ledger.from_json(ledger.to_json()).epsilons(1e-5).eq(0).all()
+
+
+@pytest.mark.parametrize("epsilon", [1e-4, 1e-6, 1e-8])
+def test_the_best_of_one_run_with_a_tiny_epsilon_costs_that_epsilon(epsilon):
+    for item in (Guarantee(epsilon, 0.0), Laplace(1 / epsilon)):
+        found = select_best(item, mean=1, distribution="geometric").epsilon(1e-12)
+        assert 0.99 * epsilon <= found <= 3.01 * epsilon
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e4, 1e5, 1e7])
+@pytest.mark.parametrize("order", [1.001, 2.0, 64.0])
+def test_divergences_of_tiny_losses_are_those_of_mpmath_or_slightly_above(scale, order):
+    with mpmath.workdps(60):
+        a, c = mpmath.mpf(order), 1 / mpmath.mpf(scale)
+        laplace = (a * mpmath.exp((a - 1) * c) + (a - 1) * mpmath.exp(-a * c)) / (2 * a - 1)
+        high, low = mpmath.exp(c) / (1 + mpmath.exp(c)), 1 / (1 + mpmath.exp(c))
+        response = high**a * low ** (1 - a) + low**a * high ** (1 - a)
+        exact = [float(mpmath.log(each) / (a - 1)) for each in (laplace, response)]
+    orders = torch.tensor([order], dtype=torch.float64)
+    items = Laplace(scale), Guarantee(1 / scale, 0.0)
+    for item, value in zip(items, exact):
+        found = float(selection.rdp_of(Ledger([item]), orders))
+        assert value * (1 - 1e-4) <= found <= value * (1 + 1e-3)

@@ -65,6 +65,12 @@ def test_norms_that_float32_rounded_up_pay_the_full_share_and_longer_ones_are_re
 NORMS = st.lists(st.floats(1e-6, 0.5) | st.just(0.0), min_size=3, max_size=3)
 
 
+def test_a_run_clips_to_the_norm_that_was_charged_and_not_to_what_float32_made_of_it():
+    budget = RenyiFilter(1, orders=[8.0], budgets=1.0, **RUN)
+    (norm,) = budget.clip_norms(torch.tensor([0.5 * (1 + 9e-7)], dtype=torch.float32)).tolist()
+    assert norm == RUN["max_grad_norm"]
+
+
 @given(
     st.lists(NORMS, min_size=1, max_size=60), st.sampled_from([2, 3.7, 16]), st.floats(1e-3, 0.1)
 )
