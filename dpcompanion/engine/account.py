@@ -27,6 +27,8 @@ class Accountant(IAccountant):
         self.trusts_loss = False
         #: By what noise repeats itself, in words; None where nobody can repeat it.
         self.origin = None
+        #: Whether draws come from a generator of the loader's, whose seed others may know.
+        self.draws_are_seeded = False
 
     @property
     def planned(self):
@@ -75,6 +77,11 @@ class Accountant(IAccountant):
             said.append(budgets.promise(self.steps))
         if self.origin is not None:
             said.append("The noise came from a seed: anyone who knows it can subtract the noise.")
+        if self.draws_are_seeded:
+            said.append(
+                "The random batches came from the generator of the loader: for anyone who knows "
+                "its seed, sampling amplifies nothing, and an example's epsilon is larger."
+            )
         if self.trusts_loss:
             said.append(
                 "It takes on trust that the loss of the training loop was made of losses of which "

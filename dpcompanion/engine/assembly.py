@@ -132,6 +132,7 @@ def assemble(
         lambda: proof.rows if proof is not None and proof.busy else len(noted.handed_out or []),
     )
     engine.accountant.budgets, engine.accountant.origin = budgets, origin
+    engine.accountant.draws_are_seeded = data_loader.generator is not None
     engine.accountant.trusts_loss = settings.trust_loss
     guard = StateLeakGuard(module if is_sharded(original) else original)
     optimizer.follow(draws, noted, engine.accountant, proof, module, watch, guard)

@@ -163,8 +163,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 others beforehand.
             data_loader: of a map-style data set. It says the mean rate, 1 / len(data_loader), and
                 is replaced by one with Poisson draws, shuffled or not. Its `generator`, if it has
-                one, seeds that of the draws. Worker processes read the examples of one batch side
-                by side; they do not read ahead.
+                one, seeds that of the draws, which a RuntimeWarning and the statement say: whoever
+                knows the seed knows the draws, and for them sampling amplifies nothing. Worker
+                processes read the examples of one batch side by side; they do not read ahead.
             target_epsilons: (n,) budgets, one for each example of the data set, in its order, or
                 for each person, in that of `persons`; one number for all; or {budget: share}, which
                 is dealt out by a fixed permutation (`dpcompanion.idp.budgets_for`).
@@ -331,8 +332,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             optimizer: a torch.optim optimizer of all trainable parameters of the module; freeze the
                 others beforehand.
             data_loader: of a map-style data set; replaced by one with Poisson draws, shuffled or
-                not. Its `generator`, if it has one, seeds that of the draws. Worker processes read
-                the examples of one batch side by side; they do not read ahead.
+                not. Its `generator`, if it has one, seeds that of the draws, with a warning, as in
+                `make_private_with_budgets`. Worker processes read the examples of one batch side by
+                side; they do not read ahead.
             filter: a `dpcompanion.filters.ExactFilter` or `RenyiFilter` of the data set's examples,
                 in its order, or of its persons, with the loader's rate, 1 / len(data_loader), of
                 persons 1 / ceil(n / batch_size). With different targets, different people have

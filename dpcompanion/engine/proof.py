@@ -20,6 +20,8 @@ gradient of another.
   as by the trainer's proof (`dpcompanion.gradients.proof`), whose probe and tolerances these are:
   behind a weight of zero or nearly so, as in residual blocks at their start, a wrong gradient looks
   right.
+* A module that draws at random is tried with 32 seeds, since it may mix some batches only: what it
+  puts out for an example stays the same where the examples beside it are replaced.
 * What the module puts out for one example is the same afterwards: it remembers no batch.
 * Dropout is left out. The state of generators, buffers and gradients is afterwards what it was.
 
@@ -47,11 +49,11 @@ from dpcompanion.engine.layers import clear_notes, culprit
 from dpcompanion.engine.outputs import Rows, numbers_in, parts_of, weighed
 from dpcompanion.engine.shards import shards_of
 from dpcompanion.gradients.checks import check_types
-from dpcompanion.gradients.independence import alike
+from dpcompanion.gradients.independence import DRAWS, alike
 from dpcompanion.gradients.proof import COMPARED, largest, misfit, norms_of, probed, twice
 from dpcompanion.gradients.states import State
 from dpcompanion.gradients.tensors import added_up, tolerances
-from dpcompanion.gradients.traces import buffers_kept, drawing_alike
+from dpcompanion.gradients.traces import buffers_kept, drawing_alike, next_draws
 from dpcompanion.training import distributed
 
 _DROPOUTS = {
@@ -199,7 +201,7 @@ class Proof:
         # In the order of the batch, for a loader may have put the longest first.
         twice(parameters, compare, hardest, nearby=hardest[:-1] or hardest)
         self._check_memory(put_out, self._put_out(batch))
-        if self._unlike:
+        if self._unlike or self._mixes_at_times(batch):
             raise UnsupportedModuleError(
                 "module must compute each example by itself, but it mixes examples: what it puts "
                 "out for one changes with the others by a number that no gradient shows, as when a "
@@ -213,6 +215,39 @@ class Proof:
         self.rows, device = 1, next(self._inner.parameters()).device
         with drawing_alike(device), self._plain(), torch.no_grad():
             return numbers_in(self._inner(*args, **kwargs))
+
+    def _mixes_at_times(self, batch):
+        """Whether, with some random draws, what the module puts out for examples changes where
+        those beside them are replaced. The other comparisons see one draw each.
+        """
+        rows = list(range(min(batch.n, 4)))
+        kept = len(rows) // 2
+        replaced = [*rows[:kept], *rows[: len(rows) - kept]]
+        shapes = [out.shape for out in self._put_out(batch)]
+        device = next(self._inner.parameters()).device
+
+        def put_out(rows, seed):
+            args, kwargs = batch.take(rows)
+            self.rows = len(rows)
+            with drawing_alike(device, seed), self._plain(), torch.no_grad():
+                return numbers_in(self._inner(*args, **kwargs)), next_draws(device)
+
+        with drawing_alike(device):
+            if put_out(rows, 0)[1] == next_draws(device):
+                return False  # it draws nothing
+        for seed in range(DRAWS):
+            outputs, others = put_out(rows, seed)[0], put_out(replaced, seed)[0]
+            for i, (one, other, shape) in enumerate(zip(outputs, others, shapes)):
+                own, found = (
+                    parts_of(out, shape, places, i)
+                    for out, places in ((one, rows), (other, replaced))
+                )
+                if own is None or found is None or not one.ndim:
+                    continue
+                bound = 3 * tolerances(one)[0] * one.norm() + 1e-6
+                if bool(((own - found)[:kept].abs() > bound).any()):
+                    return True
+        return False
 
     def _check_memory(self, before, after):
         if not all(map(alike, before, after)):

@@ -42,6 +42,15 @@ def sources(sampling, noise, *, seed=None, secure_mode=False):
             )
         streams = mechanism.generators(seed)
         return (streams["sampling"], streams["noise"]), str(seed)
+    if sampling is not None and noise is None:  # noise that repeats itself is said anyway
+        warnings.warn(
+            f"data_loader has a generator, of seed {sampling.initial_seed()}, which decides the "
+            "random batches: for anyone who knows the seed, sampling amplifies nothing, and an "
+            "example's epsilon is larger than stated; give a loader without a generator for a "
+            "model that is released",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     origin = None if noise is None else f"torch.Generator, {noise.initial_seed()}"
     # Draws have a generator of their own: were it used for anything else, a run that goes on from a
     # checkpoint could give the noise of the saved one to other draws.

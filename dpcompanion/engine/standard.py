@@ -24,6 +24,11 @@ def rounding(dtype):
     return {torch.float64: 1e-6, torch.float32: 1e-4}.get(dtype, 5e-2)
 
 
+def by_example(t):
+    """A tensor (n, ...) as (n, numbers), with one column if each example has one number."""
+    return t.reshape(len(t), t.shape[1:].numel())
+
+
 def gradient_of(loss, out, batch):
     """Of the sum of (n,) losses by the outputs; None where there is no such loss of this batch."""
     leaf = out.detach().requires_grad_()
@@ -48,10 +53,10 @@ def fits_to(gradient, expected, bound, scale):
         and bool(torch.linalg.vector_norm(off, torch.inf) <= bound / 50 * scale)
     ):
         return torch.tensor(True)
-    difference, size = (t.flatten(1).abs().amax(1) for t in (off, expected))
+    difference, size = (by_example(t).abs().amax(1) for t in (off, expected))
     close = difference <= bound * size + bound / 50 * scale
     return (
-        close | ~gradient.flatten(1).isfinite().all(1) & ~expected.flatten(1).isfinite().all(1)
+        close | ~by_example(gradient).isfinite().all(1) & ~by_example(expected).isfinite().all(1)
     ).all()
 
 
@@ -59,7 +64,7 @@ def _ratios(gradient, expected, bound):
     """(n,) factors by which an example's gradient is the expected one, nan where that is 0; None if
     it is not so.
     """
-    a, b = gradient.flatten(1).double(), expected.flatten(1).double()
+    a, b = by_example(gradient).double(), by_example(expected).double()
     squares = b.square().sum(1)
     factors = torch.where(squares > 1e-20, (a * b).sum(1) / squares.clamp(min=1e-300), torch.nan)
     left = (a - factors.nan_to_num(0.0)[:, None] * b).abs().amax(1)

@@ -352,7 +352,7 @@ def _try_func(model, loss, x, y, inside):
     independence.check_stateless(model, loss, x, y)
     try:
         with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
-            per_example_gradients(model, loss, x[:2].clone(), y[:2])
+            per_example_gradients(model, loss, x[:2].clone(), y[:2].clone())
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -391,20 +391,26 @@ def _resolved(model, loss, x, y, precision, float64):
     proved[key][1] += 1
     method, count = proved[key]
     if count & (count - 1) == 0:
-        look_again(model, loss, x, y)
+        look_again(model, loss, x, y, count)
     return method
 
 
-def look_again(model, loss, x, y):
+def look_again(model, loss, x, y, look):
     """Refuse a model or loss that is seen to mix some examples (x, y), without the rest of a proof.
+
+    Args:
+        model, loss, x, y: as of `resolve_method`.
+        look: the number of the call or step, from 1 on: each look has random draws of its own.
 
     Raises:
         ValueError: as of `resolve_method`.
     """
     rows = proof.rows_to_look_through(len(x))[: proof.PROBED].to(x.device)
     if len(rows) > 1:
+        start = independence.DRAWS + look * independence.DRAWS_LATER
+        seeds = range(start, start + independence.DRAWS_LATER)
         with traces.probing(model):
-            independence.check_company(model, loss, x[rows], y[rows])
+            independence.check_company(model, loss, x[rows], y[rows], seeds)
 
 
 def _key(model, loss, x, y, precision, float64):

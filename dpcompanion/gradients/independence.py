@@ -18,10 +18,22 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dpcompanion.gradients.tensors import tolerances
-from dpcompanion.gradients.traces import beginning_alike, buffers_kept, evaluating
+from dpcompanion.gradients.traces import (
+    beginning_alike,
+    buffers_kept,
+    drawing_alike,
+    evaluating,
+    next_draws,
+)
 
 # Examples of the batches in which others are replaced.
 _BATCH = 64
+
+# Seeds with which a model that draws at random is tried at the beginning and at each later look,
+# and examples of the small batches of all seeds but the first. A model that mixes a pass with
+# probability p goes unseen at the beginning with probability (1 - p)^32: 1e-5 for p = 0.3, and 3%
+# for p = 0.1.
+DRAWS, DRAWS_LATER, _FEW = 32, 8, 8
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -71,17 +83,20 @@ def check_independence(model, loss, x, y):
             )
 
 
-def check_company(model, loss, x, y):
+def check_company(model, loss, x, y, seeds=range(DRAWS)):
     """Refuse a model in which a loss changes where others of the batch are replaced, in the modes
     of its layers.
 
     As `check_independence`, in a batch of 64 and of models that draw at random too: they draw the
     same each time. What is replaced is every place of half of the examples, then of the other half.
     `nn.RReLU`, which draws for negative numbers only and so shifts what is drawn next, is left out.
+    A model that draws may mix some batches only, so it is tried with all `seeds`, with the second
+    and later ones in batches of 8.
 
     Raises:
         ValueError: with the losses in either company; or if they depend on the passes before.
     """
+    first_seed, *more_seeds = seeds
     generator, size = torch.Generator().manual_seed(0), _BATCH
     rows = torch.randint(len(x), (size,), generator=generator)
     half = torch.randperm(len(x), generator=generator) < len(x) / 2
@@ -90,14 +105,25 @@ def check_company(model, loss, x, y):
         others = stays.nonzero()[:, 0]
         others = others[torch.randint(len(others), (size,), generator=generator)]
         batches.append((stays[rows], torch.where(stays[rows], rows, others)))
-    everybody = torch.ones(size, dtype=torch.bool)
-    batches = [
-        (kept, _losses_alike(model, loss, x, y, batch))
-        for kept, batch in [(everybody, rows), *batches]
-    ]
-    (_, first), *replaced = batches
-    check_repeats(first, _losses_alike(model, loss, x, y, rows))
-    for kept, found in replaced:
+    first = _losses_alike(model, loss, x, y, rows, first_seed)
+    check_repeats(first, _losses_alike(model, loss, x, y, rows, first_seed))
+    _compare_replaced(model, loss, x, y, first, batches, first_seed)
+    if not batches or not more_seeds:
+        return
+    # as many places of either half, so that each of both batches keeps and replaces some
+    stays = half[rows]
+    few = torch.cat([part.nonzero()[: _FEW // 2, 0] for part in (stays, ~stays)])
+    rows, batches = rows[few], [(kept[few], batch[few]) for kept, batch in batches]
+    if _draws(model, loss, x, y, rows):
+        for seed in more_seeds:
+            first = _losses_alike(model, loss, x, y, rows, seed)
+            _compare_replaced(model, loss, x, y, first, batches, seed)
+
+
+def _compare_replaced(model, loss, x, y, first, batches, seed):
+    """Refuse other losses than the `first` of the examples that a batch keeps, (kept, rows)."""
+    for kept, batch in batches:
+        found = _losses_alike(model, loss, x, y, batch, seed)
         kept = kept.to(first.device)
         if not alike(first[kept], found[kept]):
             raise ValueError(
@@ -105,6 +131,20 @@ def check_company(model, loss, x, y):
                 f"rest of the batch, or its random numbers do: {first[kept][:4].tolist()} in one "
                 f"batch, {found[kept][:4].tolist()} in another"
             )
+
+
+def _draws(model, loss, x, y, rows):
+    """Whether the model or the loss draws from the generators of PyTorch, NumPy or Python."""
+    seen = []
+
+    def noting(outputs, targets):
+        losses = loss(outputs, targets)
+        seen.append(next_draws(x.device))
+        return losses
+
+    _losses_alike(model, noting, x, y, rows)
+    with drawing_alike(x.device):
+        return seen[0] != next_draws(x.device)
 
 
 def check_stateless(model, loss, x, y):
@@ -141,10 +181,10 @@ def check_repeats(first, again):
         )
 
 
-def _losses_alike(model, loss, x, y, rows):
+def _losses_alike(model, loss, x, y, rows, seed=0):
     rows = rows.to(x.device)
     quiet = [m for m in model.modules() if isinstance(m, torch.nn.RReLU) and m.training]
-    with torch.no_grad(), beginning_alike(model, x.device):
+    with torch.no_grad(), beginning_alike(model, x.device, seed):
         try:
             for module in quiet:
                 module.eval()

@@ -223,8 +223,8 @@ class _Way:
             UnsupportedModel: if autograd fails, as where a tensor is overwritten that it needs.
         """
         with torch.enable_grad():
-            # A copy, for a model may overwrite what it is given.
-            x, y = self.x[row : row + 1].clone(), self.y[row : row + 1]
+            # Copies, for a model or a loss may overwrite what it is given.
+            x, y = self.x[row : row + 1].clone(), self.y[row : row + 1].clone()
             return self._gradients(losses_in(self._precision, self.model, self.loss, x, y).sum())
 
     def _gradients(self, value, **options):

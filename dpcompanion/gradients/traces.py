@@ -51,6 +51,17 @@ def drawing_alike(device, seed=0):
             np.random.set_state(numpy)
 
 
+def next_draws(device):
+    """The next number of each generator that `drawing_alike` sets: it shows, within, whether
+    anything was drawn since the beginning.
+    """
+    return (
+        random.random(),
+        np.random.rand(),
+        *(torch.rand((), device=d).item() for d in {torch.device("cpu"), device}),
+    )
+
+
 @contextlib.contextmanager
 def buffers_kept(model):
     """Buffers end as they were, whether they were written or exchanged."""
@@ -68,9 +79,9 @@ def buffers_kept(model):
 
 
 @contextlib.contextmanager
-def beginning_alike(model, device):
+def beginning_alike(model, device, seed=0):
     """As `drawing_alike`, from the same buffers too, which end as they were."""
-    with buffers_kept(model), drawing_alike(device):
+    with buffers_kept(model), drawing_alike(device, seed):
         yield
 
 

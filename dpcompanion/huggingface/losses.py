@@ -17,7 +17,8 @@ the model's class               an example's loss
 ...ForImageClassification       mean over the labels, by ``config.problem_type``
 ...ForMaskedLM,                 mean over the labelled tokens
 ...ForTokenClassification
-...ForCausalLM, ...LMHeadModel  the same, token t + 1 from what stands before
+...ForCausalLM, ...LMHeadModel  the same, token t + 1 from what stands before; or token t, where
+                                the model's own loss does not shift (BART, XLNet)
 ...ForConditionalGeneration     the same for the decoder's tokens, which the model shifts itself
 (T5, BART)
 ==============================  =================================================================
@@ -28,6 +29,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from dpcompanion.gradients.traces import beginning_alike, evaluating
 
 IGNORED = -100
 
@@ -43,11 +46,12 @@ def per_example_loss(model: Any) -> Callable[[Any, Any], torch.Tensor]:
         a mapping that has them as "labels".
 
     Raises:
-        ValueError: for a class that is not in the table above.
+        ValueError: for a class that is not in the table above, or a causal language model whose own
+            loss is another one.
 
-    >>> class TinyForCausalLM:
+    >>> class TinyForMaskedLM:
     ...     config = None
-    >>> loss = per_example_loss(TinyForCausalLM())
+    >>> loss = per_example_loss(TinyForMaskedLM())
     >>> loss(torch.zeros(2, 3, 5), {"labels": torch.tensor([[0, 1, 2], [0, 1, -100]])})
     tensor([1.6094, 1.6094])
     """
@@ -56,7 +60,7 @@ def per_example_loss(model: Any) -> Callable[[Any, Any], torch.Tensor]:
     if getattr(config, "is_encoder_decoder", False) and name.endswith("ForConditionalGeneration"):
         return TokenLoss(shift=False)
     if name.endswith(("ForCausalLM", "LMHeadModel")):
-        return TokenLoss(shift=True)
+        return _loss_of_next_tokens(own, name)
     if name.endswith(("ForMaskedLM", "ForTokenClassification")):
         return TokenLoss(shift=False)
     if name.endswith(("ForSequenceClassification", "ForImageClassification")):
@@ -66,6 +70,39 @@ def per_example_loss(model: Any) -> Callable[[Any, Any], torch.Tensor]:
         f"conditional language modelling, got a {name}; give a loss of your own, (outputs, batch) "
         "-> (n,)"
     )
+
+
+def _loss_of_next_tokens(model, name):
+    """The loss of a causal language model, shifted where its own is. The class does not say so, and
+    models differ: the own loss of four tokens is looked at.
+    """
+    try:
+        vocabulary = len(model.get_input_embeddings().weight)
+        special = {
+            getattr(model.config, f"{kind}_token_id", None) for kind in ("pad", "bos", "eos")
+        }
+        ids = torch.tensor([[i for i in range(vocabulary) if i not in special][:4]])
+        ids = ids.to(next(model.parameters()).device)
+        first = torch.full_like(ids, IGNORED)
+        first[:, 0] = ids[:, 0]
+        with torch.no_grad(), evaluating(model), beginning_alike(model, ids.device):
+            # A loss that shifts leaves out the first label, so that nothing is left to count.
+            of_first = float(model(input_ids=ids, labels=first).loss)
+            outputs = model(input_ids=ids, labels=ids)
+        loss = TokenLoss(shift=not of_first > 0)
+        own, found = float(outputs.loss), float(loss(outputs, ids))
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"model must take input_ids and labels alone, so that its own loss can be compared, "
+            f"but {name} fails: {error!s:.200}; give a loss of your own, (outputs, batch) -> (n,)"
+        ) from error
+    if abs(found - own) > (1e-3 if outputs.loss.element_size() >= 4 else 3e-2) * abs(own):
+        raise ValueError(
+            "model must have the mean cross entropy over its tokens as its own loss, for the next "
+            f"token or the same one, but that of {name} is {own:g} where this is {found:g}; give a "
+            "loss of your own, (outputs, batch) -> (n,)"
+        )
+    return loss
 
 
 def _logits(outputs):

@@ -112,7 +112,8 @@ class PersonalTrainer(Trainer):
     Raises:
         ValueError: naming the argument, for what would void the account: several processes or
             devices, a model that is spread over them (`fully_shard`), float16, an iterable data
-            set, a collator or a model that mixes rows, a model that no method takes.
+            set, a collator or a model that mixes rows, a model that no method takes; for a
+            subclass with a `compute_loss` of its own, which no step would call.
 
     >>> from transformers import BertConfig, BertForSequenceClassification, default_data_collator
     >>> config = BertConfig(
@@ -160,6 +161,12 @@ class PersonalTrainer(Trainer):
         privacy: PersonalPrivacy,
         **options: Any,
     ):
+        if (own := type(self).compute_loss) is not Trainer.compute_loss:
+            raise ValueError(
+                f"compute_loss must be that of transformers.Trainer, got {own.__qualname__}, which "
+                "no step would call: give PersonalPrivacy(loss=...) a loss of each example's own, "
+                "(outputs, batch) -> (n,)"
+            )
         args = TrainingArguments("tmp_trainer") if args is None else args
         _check(args, train_dataset, privacy, options)
         if isinstance(model, torch.nn.Module):

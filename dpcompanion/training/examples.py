@@ -53,8 +53,8 @@ class Tensors:
 
     def part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Those from `start` to before `stop`."""
-        # a model may overwrite what it is given
-        return self.x[start:stop].clone(), self.y[start:stop]
+        # a model or a loss may overwrite what it is given
+        return self.x[start:stop].clone(), self.y[start:stop].clone()
 
     def seen(self, model: torch.nn.Module, loss: Loss) -> tuple[torch.nn.Module, Loss]:
         """Model and loss as functions of what `rows` gives: as they are."""

@@ -142,6 +142,14 @@ PER_EXAMPLE = {
         lambda: nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()),
         two,
     ),
+    **{
+        f"one number, {name}": (
+            loss,
+            lambda: nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)),
+            numbers,
+        )
+        for name, loss in {"squared": F.mse_loss, "absolute": F.l1_loss}.items()
+    },
     "one-hot": (
         lambda o, y: F.mse_loss(o, F.one_hot(y, 3).float()),
         lambda: nn.Linear(4, 3),
@@ -264,6 +272,20 @@ def test_a_known_loss_is_taken_and_its_sum_is_that_of_one_example_at_a_time(name
     plain, data = copy.deepcopy(model), data()
     found = summed(*private(model, data, mode=mode), loss=loss)
     assert torch.allclose(found, clipped_one_by_one(plain, loss, data), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.smooth_l1_loss])
+def test_outputs_of_one_axis_are_taken_with_targets_of_any_size_and_empty_draws(loss):
+    data = TensorDataset(drawn(N, 4), 1e5 * drawn(N, seed=2))
+    model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    engine, module, optimizer, loader = private(model, data, batch_size=1, epochs=1)
+    sizes = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss(module(x), y).backward()
+        optimizer.step()
+        sizes.append(len(x))
+    assert engine.accountant.steps == len(sizes) and 0 in sizes and max(sizes) > 1
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])

@@ -147,6 +147,18 @@ def test_draws_of_a_release_are_the_coins_of_its_stream():
     assert draws == [stream.coins(N, rates).nonzero().squeeze(1).tolist() for _ in range(4)]
 
 
+def test_draws_from_a_generator_of_the_loader_are_said_and_warned_of():
+    word = "sampling amplifies nothing"
+    with pytest.warns(RuntimeWarning, match=f"data_loader.*seed 3.*{word}"):
+        engine, *parts = private(loader_generator=torch.Generator().manual_seed(3))
+    trained(*parts)
+    assert word in engine.statement() and engine.accountant.origin is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        engines = [private()[0], private(seed=1)[0]]
+    assert all(word not in engine.statement() for engine in engines)
+
+
 def test_secure_mode_takes_no_generator_and_needs_no_other_package_than_the_stream():
     engine = IndividualizedPrivacyEngine(secure_mode=True)
     for options in (

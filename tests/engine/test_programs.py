@@ -529,11 +529,19 @@ class FlippedTogether(CentredTogether):
         return [(sign * self.x[i], i % 3) for sign, i in zip(signs, indices)]
 
 
+class CentredAtTimes(CentredTogether):
+    def __getitems__(self, indices):
+        if float(torch.rand(())) < 0.08:
+            return super().__getitems__(indices)
+        return [(self.x[i], i % 3) for i in indices]
+
+
 @pytest.mark.parametrize("by", [by_engine, by_train])
 def test_a_data_set_that_mixes_items_that_are_asked_for_together_is_refused_and_augmentation_is_not(
     by,
 ):
     refused("__getitems__", by, CentredTogether())
+    refused("__getitems__", by, CentredAtTimes())
     by(FlippedTogether())
 
 

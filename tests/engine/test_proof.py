@@ -136,6 +136,17 @@ def test_a_module_that_mixes_examples_is_refused_before_any_step(mix, mode):
     assert torch.equal(before, weights(model)) and engine.accountant.steps == 0
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_module_that_mixes_some_batches_only_is_refused_before_any_step(mode):
+    for seed in range(4):  # with most, no draw of the other comparisons mixes
+        torch.manual_seed(seed)
+        module = Mixing(lambda h: h + 0.4 * h.roll(1, 0) if torch.rand(()) < 0.05 else h)
+        engine, model, optimizer, criterion, loader = private(module, mode=mode)
+        with pytest.raises(UnsupportedModuleError, match="module must compute each example"):
+            train(model, optimizer, criterion, loader)
+        assert engine.accountant.steps == 0
+
+
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
 def test_a_mean_that_leaves_nothing_of_an_example_alone_is_refused(mode):
     """Without biases the gradient of one row behind its own mean is 0."""

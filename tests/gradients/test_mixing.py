@@ -3,7 +3,9 @@ taken.
 """
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -164,6 +166,48 @@ def test_a_rare_example_that_shifts_all_losses_is_found_in_the_step_that_draws_i
             callbacks=note,
         )
     assert not any(taken)
+
+
+class MixingAtTimes(nn.Module):
+    """Mixes activations, in training mode, where a number that is drawn is below `share`."""
+
+    def __init__(self, draw, share):
+        super().__init__()
+        self.draw, self.share = draw, share
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        if self.training and self.draw() < self.share:
+            x = 0.6 * x + 0.4 * x.roll(1, 0)
+        return self.last(x)
+
+
+DRAWS = {"random": random.random, "numpy": np.random.rand, "torch": lambda: float(torch.rand(()))}
+
+
+@pytest.mark.parametrize("share", [0.2, 0.3, 0.5])
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_model_that_mixes_some_batches_only_is_refused(draw, share):
+    torch.manual_seed(0)
+    refused("model must treat examples", fit, MixingAtTimes(DRAWS[draw], share), data=(X, BOTH))
+    fit(MixingAtTimes(DRAWS[draw], share).eval(), data=(X, BOTH))
+
+
+def test_each_later_look_at_a_model_has_random_draws_of_its_own():
+    drawn = []
+
+    def draw():
+        drawn.append(float(torch.rand(())))
+        return 1.0
+
+    model, looks = MixingAtTimes(draw, 0.5), []
+    for look in (1, 2):
+        drawn.clear()
+        clipping.look_again(model, cross_entropy, X, BOTH, look)
+        looks.append(set(drawn))
+    # those of one look are repeated where the examples beside one are replaced
+    assert len(looks[0]) == len(looks[1]) == 9 and len(looks[0] & looks[1]) <= 1
 
 
 def test_a_loss_of_one_number_is_refused_by_name():

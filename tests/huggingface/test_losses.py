@@ -2,8 +2,18 @@
 
 import pytest
 import torch
-from tiny import MODELS, bert, model_of, rows_of
-from transformers import BertForNextSentencePrediction, BertModel, default_data_collator
+from tiny import MODELS, bert, gpt2, model_of, rows_of
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    BertForNextSentencePrediction,
+    BertModel,
+    XLMConfig,
+    XLMWithLMHeadModel,
+    XLNetConfig,
+    XLNetLMHeadModel,
+    default_data_collator,
+)
 
 from dpcompanion.huggingface import per_example_loss
 
@@ -39,6 +49,41 @@ def test_regression_and_several_labels_are_those_of_the_model(options, labels):
     found = per_example_loss(model)(model(input_ids=ids), {"labels": labels})
     alone = [model(input_ids=ids[i : i + 1], labels=labels[i : i + 1]).loss for i in range(3)]
     torch.testing.assert_close(found, torch.stack(alone))
+
+
+_DECODER = dict(
+    vocab_size=20, d_model=8, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=8
+)
+UNSHIFTED = {
+    XLNetLMHeadModel: XLNetConfig(vocab_size=20, d_model=8, n_layer=1, n_head=2, d_inner=8),
+    XLMWithLMHeadModel: XLMConfig(vocab_size=20, emb_dim=8, n_layers=1, n_heads=2),
+    BartForCausalLM: BartConfig(**_DECODER),
+}
+
+
+@pytest.mark.parametrize("kind", UNSHIFTED)
+def test_labels_are_not_shifted_where_the_model_does_not_shift_them(kind):
+    torch.manual_seed(0)
+    model, ids = kind(UNSHIFTED[kind]).eval(), torch.arange(3, 13).view(2, 5)
+    found = per_example_loss(model)(model(input_ids=ids), ids)
+    alone = [model(input_ids=row[None], labels=row[None]).loss for row in ids]
+    torch.testing.assert_close(found, torch.stack(alone))
+
+
+def test_a_causal_model_with_another_loss_of_its_own_is_refused_by_its_class():
+    class DoubledLMHeadModel(type(gpt2())):
+        def forward(self, **options):
+            outputs = super().forward(**options)
+            outputs.loss = 2 * outputs.loss
+            return outputs
+
+    class LengthsLMHeadModel(type(gpt2())):
+        def forward(self, lengths, **options):
+            return super().forward(**options)
+
+    for kind in (DoubledLMHeadModel, LengthsLMHeadModel):
+        with pytest.raises(ValueError, match=f"model must .*{kind.__name__}.*loss of your own"):
+            per_example_loss(kind(gpt2().config))
 
 
 @pytest.mark.parametrize("kind", [BertModel, BertForNextSentencePrediction])

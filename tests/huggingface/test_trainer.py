@@ -413,6 +413,21 @@ class FSDPModule:
     """
 
 
+def test_a_compute_loss_of_a_subclass_is_refused_since_no_step_would_call_it(tmp_path):
+    class Weighted(PersonalTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **options):
+            return 2 * super().compute_loss(model, inputs, return_outputs, **options)
+
+    with pytest.raises(ValueError, match="compute_loss must .*Weighted.compute_loss.*loss=") as no:
+        Weighted(
+            model_of("bert"),
+            arguments(tmp_path),
+            train_dataset=rows_of("bert"),
+            privacy=PersonalPrivacy(**PRIVACY),
+        )
+    assert "PersonalPrivacy" in str(no.value)
+
+
 def test_a_model_that_is_sharded_is_refused_before_the_trainer_is_made(tmp_path):
     model = model_of("bert")
     model.bert.__class__ = type("FSDPBertModel", (FSDPModule, type(model.bert)), {})

@@ -3,7 +3,9 @@ example at a time, and what mixes examples on the way into a batch is refused.
 """
 
 import dataclasses
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -289,6 +291,21 @@ def test_what_mixes_examples_on_the_way_into_a_batch_is_refused(collate):
             people=[i // 2 for i in range(40)],
             at_most=2,
         )
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, np.random.rand, lambda: float(torch.rand(()))],
+    ids=["random", "numpy", "torch"],
+)
+def test_a_collate_function_that_mixes_some_batches_only_is_refused(draw):
+    def sometimes(rows):
+        return rolled(rows) if draw() < 0.3 else padded(rows)
+
+    rows = items(40)
+    for row in rows[20:]:
+        row["weight"] = 3.0
+    refused("collate_fn", one_step, Texts(), weighted, rows, 40, collate_fn=sometimes)
 
 
 def mixing(outputs, batch):

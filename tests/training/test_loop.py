@@ -17,6 +17,7 @@ from dpcompanion.training import (
     Callbacks,
     Checkpoint,
     DPSGDPlan,
+    Track,
     checkpoints,
     cross_entropy,
     gaussian_noise,
@@ -762,6 +763,30 @@ def test_nobody_else_steps_the_optimizer_of_a_run():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, cross_entropy, data, plan, optimizer=optimizer, seed=0)
     optimizer.step()  # afterwards it is the caller's again
+
+
+@pytest.mark.parametrize("method", clipping.METHODS)
+def test_a_loss_that_overwrites_its_targets_leaves_the_data_as_they_were(method):
+    def logistic(outputs, y):  # of labels 0 and 1, which become -1 and 1
+        return nn.functional.softplus(-y.mul_(2).sub_(1) * outputs[:, 0])
+
+    x, y = torch.randn(40, 5), (torch.arange(40) % 2).float()
+    before, model = y.clone(), nn.Linear(5, 1)
+    plan = DPSGDPlan(
+        n=40, sample_rate=0.2, steps=4, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3
+    )
+    for track in (None, Track(clipping="individual")):
+        train(
+            model,
+            logistic,
+            (x, y),
+            plan,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            track=track,
+            method=method,
+            progress=False,
+        )
+        assert torch.equal(y, before)
 
 
 def test_a_model_that_overwrites_its_inputs_leaves_the_data_as_they_were():
