@@ -408,3 +408,11 @@ def test_what_is_not_as_usual_shows_in_the_ledger_itself():
     ledger = Ledger([SampledGaussian(0.01, 1.0, 500), entry])
     assert repr(ledger).endswith("replaced=2.0), relation='zero-out', unit='patient')])")
     assert repr(ledger).count("LedgerEntry") == 1
+
+
+def test_a_statement_says_whose_deltas_leave_no_epsilon():
+    ledger = Ledger([Guarantee(1.0, 1e-5), Guarantee(2.0, 1e-5)])
+    assert ledger.statement(1e-5).endswith(
+        "Together epsilon inf at delta 1e-05: the items' deltas reach 2e-05, more than delta."
+    )
+    assert "reach" not in ledger.statement(1e-4)
