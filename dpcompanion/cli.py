@@ -288,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for command, (_, parameters, _, what) in _QUESTIONS.items():
         words = f"{what}: add/remove one example, Poisson sampling"
-        sub = commands.add_parser(command, help=what, description=words.capitalize())
+        sub = commands.add_parser(command, help=what, description=words[0].upper() + words[1:])
         for parameter in parameters:
             option, other, metavar, meaning = _OPTIONS[parameter]
             sub.add_argument(

@@ -180,6 +180,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
 
     def predict(self, X: Any) -> np.ndarray:
         """The most probable class of each row, (rows,)."""
+        check_is_fitted(self)  # before `classes_` is looked for
         return self.classes_[self.decision_function(X).argmax(1)]
 
 

@@ -30,6 +30,12 @@ def said(capsys, *arguments):
     return capsys.readouterr().out
 
 
+def test_the_help_keeps_names_as_they_are_written(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["epsilon", "--help"])
+    assert "Poisson sampling" in " ".join(capsys.readouterr().out.split())
+
+
 def test_epsilon_prints_the_reference_point_with_all_that_it_rests_on(capsys):
     out = said(capsys, "epsilon", *RUN, "--accountant", "rdp")
     assert out == (

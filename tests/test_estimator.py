@@ -6,6 +6,7 @@ import pytest
 import torch
 from sklearn.base import clone
 from sklearn.datasets import load_digits
+from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
@@ -37,6 +38,14 @@ def test_digits_are_recognised_and_the_ledger_stays_within_epsilon(fitted):
     assert (
         fitted.predict(DIGITS) == fitted.classes_[fitted.decision_function(DIGITS).argmax(1)]
     ).all()
+
+
+def test_before_it_is_fitted_it_says_so():
+    for ask in (DPLogisticRegression().predict, DPLogisticRegression().predict_proba):
+        with pytest.raises(NotFittedError):
+            ask(DIGITS)
+    with pytest.raises(NotFittedError):
+        DPLogisticRegression().score(DIGITS, LABELS)
 
 
 def test_it_is_train_on_scaled_columns(fitted):

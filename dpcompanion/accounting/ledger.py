@@ -700,7 +700,10 @@ class Ledger:
             f"{whom}; Poisson sampling; accountant pld. Composed: {items or 'nothing'}. Together "
             f"epsilon {_up(epsilon)} at delta {delta:g}"
         )
-        if error == math.inf:
+        infinite = self._infinite()
+        if epsilon == math.inf and delta < infinite < 1:
+            text += f": the items' deltas reach {_up(infinite)}, more than delta."
+        elif error == math.inf:
             text += ", which adds up the items' epsilons: no grid resolves so little noise."
         else:
             text += f", of which the grid adds at most {_up(error, 2)}." if error else "."

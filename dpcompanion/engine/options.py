@@ -28,6 +28,19 @@ class Options(TypedDict, total=False):
     unit: str | None
 
 
+def settings_of(method, options):
+    """The options of a method of the engine; a TypeError, in its name, for one that it does not
+    take.
+    """
+    known = [field.name for field in dataclasses.fields(Settings)]
+    if unknown := sorted(set(options) - set(known)):
+        raise TypeError(
+            f"{method}() got an unexpected keyword argument {unknown[0]!r}; beside those in its "
+            f"signature it takes {', '.join(known)}"
+        )
+    return Settings(**options)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """The same with their defaults."""

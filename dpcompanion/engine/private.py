@@ -18,7 +18,7 @@ from dpcompanion.engine.budgets import FilteredBudgets, FixedBudgets
 from dpcompanion.engine.checks import check_loader, check_module, clip_norms_of
 from dpcompanion.engine.files import read_sealed, write_sealed
 from dpcompanion.engine.norms import GivenNorms, GradientNorms, PersonNorms
-from dpcompanion.engine.options import Options, Settings
+from dpcompanion.engine.options import Options, settings_of
 from dpcompanion.engine.randomness import digest, find_keys, keep_keys, note_origin, sources
 from dpcompanion.engine.ranks import check_resumed, on_all_ranks, share_draws
 from dpcompanion.engine.shards import check_measured, is_sharded
@@ -243,7 +243,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 "clipping must be 'flat' in ghost mode, which knows no norms of layers, got "
                 "'per_layer'"
             )
-        settings = Settings(**options)
+        settings = settings_of("make_private_with_budgets", options)
         units = self._check(module, optimizer, data_loader, grad_sample_mode, settings)
         n, length = units.n, units.steps_per_epoch
         epochs = _checks.whole_number("epochs", epochs, 1)
@@ -399,7 +399,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             raise ValueError(
                 f"either loss or norms must be given, by which gradients are measured, got {both}"
             )
-        settings = Settings(**options)
+        settings = settings_of("make_private_with_filter", options)
         check_measured(module)
         if loss is not None and not settings.batch_first:
             raise ValueError("norms must be given where batch_first is False, got loss")

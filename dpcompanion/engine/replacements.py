@@ -17,6 +17,10 @@ def replace_layers(module: nn.Module) -> nn.Module:
     `dpcompanion.engine`'s layers of the same names, with the same weights, outputs and state_dict.
     Call it before the optimizer is made: parameters are new ones.
 
+    `torch.nn.TransformerEncoder` packs padded examples into nested tensors in evaluation mode,
+    which none of these layers takes. Here ``use_nested_tensor = False`` is set on it, so that
+    outputs at padded positions are others, and no longer 0.
+
     Args:
         module: changed in place, where it is none of these layers itself.
 
@@ -34,6 +38,8 @@ def replace_layers(module: nn.Module) -> nn.Module:
 
     def replaced(part):
         if type(part) not in REPLACEMENTS:
+            if isinstance(part, nn.TransformerEncoder):
+                part.use_nested_tensor = False
             for name, child in part._modules.items():
                 if child is not None and id(child) not in made:
                     made[id(child)] = replaced(child)

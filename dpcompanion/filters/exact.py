@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 class ExactFilter(NormInput):
     """Budgets of n examples at K levels; see the module's text.
 
+    A filter serves one run: what it has spent is spent for the next run, too.
+
     Args:
         n: number of examples.
         sample_rate: in (0, 1].

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 class RenyiFilter(NormInput):
     """Budgets of n examples at K orders; see the module's text.
 
+    A filter serves one run: what it has spent is spent for the next run, too.
+
     Args:
         n: number of examples.
         sample_rate: in (0, 1]; 1 for full-batch gradient descent.

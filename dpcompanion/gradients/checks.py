@@ -34,10 +34,19 @@ _DRAWS = 16
 
 def check_data(x, y, n=None):
     """x and y are tensors of equally many examples, n if it is given."""
-    if not (isinstance(x, (torch.Tensor, Batch)) and isinstance(y, (torch.Tensor, Batch))):
+    wrong = [part for part in (x, y) if not isinstance(part, (torch.Tensor, Batch))]
+    if wrong:
+        advice = "use torch.as_tensor"
+        if any(hasattr(part, "to_numpy") for part in wrong):  # which torch.as_tensor does not take
+            advice = "use torch.as_tensor(table.to_numpy())"
+        elif any(isinstance(part, (tuple, list, dict)) for part in wrong):
+            advice = (
+                "stack several tensors of an example into one (torch.stack), or give a data set "
+                "whose items are mappings"
+            )
         raise ValueError(
             f"data must be two tensors (x, y), got a {type(x).__name__} and a {type(y).__name__}; "
-            "use torch.as_tensor"
+            f"{advice}"
         )
     if not (x.ndim and y.ndim) or len(x) != len(y) or n not in (None, len(x)):
         wanted = "as many inputs as targets" if n is None else f"plan.n = {n} examples"

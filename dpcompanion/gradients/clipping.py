@@ -117,9 +117,9 @@ def _by_func(model, loss, x, y, limit, float64):
 
 
 _TAKEN_BY_FUNC = (
-    "model must be one that torch.func's vmap and grad can take (recurrent layers often are not, "
-    "of which opacus.layers has some that are; models of transformers are with "
-    "attn_implementation='eager')"
+    "model must be one that torch.func's vmap and grad can take (recurrent layers of torch.nn "
+    "often are not: replace them by dpcompanion.engine.replace_layers(model) before the optimizer "
+    "is made; models of transformers are with attn_implementation='eager')"
 )
 
 
@@ -294,6 +294,12 @@ def _where(inside, error):
         f"but layer {inside[-1]!r} fails" if inside else "but for a cause that is unknown it fails"
     )
     inside.clear()
+    if "nested_tensor" in str(error):
+        error = (
+            "torch.nn.TransformerEncoder packs padded examples into nested tensors, which "
+            "torch.func does not take; set use_nested_tensor = False on it, or use "
+            "dpcompanion.engine.replace_layers(model) before the optimizer is made"
+        )
     return f"{where}: {error}"
 
 

@@ -8,8 +8,8 @@
 >>> check_independence(torch.nn.Linear(3, 2), weighted, x, y)
 Traceback (most recent call last):
     ...
-ValueError: model must treat examples one by one, but the loss of an example depends on the rest
-of the batch: ...
+ValueError: model and loss must treat examples one by one, but the loss of an example depends on
+the rest of the batch: ...
 """
 
 import torch
@@ -25,6 +25,8 @@ from dpcompanion.gradients.traces import (
     evaluating,
     next_draws,
 )
+
+_HINT = "do the shapes of outputs and targets broadcast, such as (n, 1) and (n,)?"
 
 # Examples of the batches in which others are replaced.
 _BATCH = 64
@@ -78,8 +80,9 @@ def check_independence(model, loss, x, y):
         relative, floor = tolerances(together)
         if not torch.allclose(together[finite], alone[finite], rtol=relative, atol=floor):
             raise ValueError(
-                "model must treat examples one by one, but the loss of an example depends on "
-                f"the rest of the batch: {together.tolist()} together, {alone.tolist()} alone"
+                "model and loss must treat examples one by one, but the loss of an example "
+                f"depends on the rest of the batch: {together.tolist()} together, "
+                f"{alone.tolist()} alone ({_HINT})"
             )
 
 
@@ -127,9 +130,10 @@ def _compare_replaced(model, loss, x, y, first, batches, seed):
         kept = kept.to(first.device)
         if not alike(first[kept], found[kept]):
             raise ValueError(
-                "model must treat examples one by one, but the loss of an example depends on the "
-                f"rest of the batch, or its random numbers do: {first[kept][:4].tolist()} in one "
-                f"batch, {found[kept][:4].tolist()} in another"
+                "model and loss must treat examples one by one, but the loss of an example depends "
+                "on the rest of the batch, or its random numbers do: "
+                f"{first[kept][:4].tolist()} in one batch, {found[kept][:4].tolist()} in another "
+                f"({_HINT})"
             )
 
 

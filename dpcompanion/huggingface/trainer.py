@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import secrets
 import warnings
 from typing import Any
 
@@ -35,6 +36,9 @@ from dpcompanion.training.people import PersonItems
 
 #: The file of a checkpoint that holds draws and accounts; keys lie beside it.
 STATE = "privacy.pt"
+
+#: The file of the output folder that holds the card, and which runs have finished there.
+CARD = "privacy.json"
 
 # Arguments of the Trainer that would void the account or that no step of ours takes.
 _REFUSED = {
@@ -91,6 +95,15 @@ def _check(args, train_dataset, privacy, options):
             "train_dataset must be map-style, with a length: a Poisson draw names the persons that "
             f"it wants, got a {type(train_dataset).__name__}"
         )
+
+
+def _finished_runs(folder):
+    """The names of runs that have finished, as the card in a folder notes them."""
+    try:
+        known = json.loads((folder / CARD).read_text(encoding="utf-8"))["finished_runs"]
+        return [str(name) for name in known]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 class PersonalTrainer(Trainer):
@@ -175,6 +188,8 @@ class PersonalTrainer(Trainer):
         self._loop: Any = None
         self._tracker: NormTracker | None = None
         self._found: str | None = None
+        # By which the folder knows the run of a checkpoint, however often the run is broken off.
+        self._run_name = secrets.token_hex(8)
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self._max_grad_norm = args.max_grad_norm
         self._precision = "bf16" if args.bf16 else None
@@ -261,7 +276,9 @@ class PersonalTrainer(Trainer):
         """As `Trainer.train`, once: the plan's steps are the plan's. Then the card is written.
 
         Raises:
-            ValueError: for what `dpcompanion.training.train` refuses, before the first step.
+            ValueError: for what `dpcompanion.training.train` refuses, before the first step, and
+                for an earlier checkpoint of a run without a seed that has finished: its keys are
+                gone, so that a second ending would cost more privacy.
         """
         if self._loop is not None:
             raise ValueError(
@@ -399,6 +416,7 @@ class PersonalTrainer(Trainer):
         write_checkpoint(
             path,
             {
+                "run": self._run_name,
                 "identity": loop.identity(),
                 "step": loop.run.step,
                 "generators": {name: g.get_state() for name, g in loop.generators.items()},
@@ -419,7 +437,9 @@ class PersonalTrainer(Trainer):
 
     def _restore(self, path):
         loop = self._loop
-        content = read_checkpoint(path, ("identity", "step", "generators", "stateful", "history"))
+        content = read_checkpoint(
+            path, ("run", "identity", "step", "generators", "stateful", "history")
+        )
         theirs, ours = content["identity"], loop.identity()
         differ = sorted(key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key))
         if differ or set(content["stateful"]) != set(loop.stateful):
@@ -427,7 +447,9 @@ class PersonalTrainer(Trainer):
                 "resume_from_checkpoint must come from a run of the same plan, seed, data, model "
                 f"and optimizer, but {path!r} differs in {', '.join(differ) or 'what is tracked'}"
             )
+        self._run_name = content["run"]
         if loop.seed is None and content["step"] < self.plan.steps:
+            self._check_unfinished(path)
             found = read_keys(key_file(path), loop.generators)
             loop.forward_seed = loop.forward_seed if found is None else found
         for name, state in content["generators"].items():
@@ -443,6 +465,19 @@ class PersonalTrainer(Trainer):
         loop.run.history.losses = loop.run.history.losses.to(loop.device)
         loop.run.history.batch_sizes = loop.run.history.batch_sizes.to(loop.device)
         loop.dropped.fill_(loop.run.history.dropped)
+
+    def _check_unfinished(self, path):
+        """Refuse a second ending by new random numbers: both endings would cost privacy."""
+        checkpoint = pathlib.Path(path).parent
+        folders = (checkpoint.parent, pathlib.Path(str(self.args.output_dir)))
+        finished = any(self._run_name in _finished_runs(folder) for folder in folders)
+        if finished and not os.path.exists(key_file(path)):
+            raise ValueError(
+                "resume_from_checkpoint must be a checkpoint of a run that has not finished, but "
+                f"the run of {os.fspath(checkpoint)!r} has, and its random numbers are gone: "
+                "another ending costs privacy beyond what the run states; train anew in another "
+                "folder and add both runs up (dpcompanion.accounting.Ledger)"
+            )
 
     # What holds
 
@@ -554,7 +589,11 @@ class PersonalTrainer(Trainer):
     def _write_card(self):
         folder = pathlib.Path(str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
-        _files.replace(folder / "privacy.json", (json.dumps(self.card(), indent=1) + "\n").encode())
+        finished = _finished_runs(folder)
+        if self.taken == self.plan.steps and self._run_name not in finished:
+            finished.append(self._run_name)
+        card = self.card() | {"finished_runs": finished}
+        _files.replace(folder / CARD, (json.dumps(card, indent=1) + "\n").encode())
         _files.replace(folder / "privacy.md", self.card_text().encode())
 
     def create_model_card(self, *arguments: Any, **options: Any) -> None:

@@ -194,7 +194,7 @@ class DPSGDPlan:
                     "example: the noise is measured in their mean, which depends on who takes part"
                 )
         if _checks.one_of("arithmetic", self.arithmetic, floats.ARITHMETICS) == "float":
-            fix("parameters", _checks.whole_number("parameters", self.parameters, 1, 2**62))
+            fix("parameters", _number_of_parameters(self.parameters))
             if not self.noise_multiplier:
                 raise ValueError("noise_multiplier must be above 0 for arithmetic='float', got 0")
         elif self.parameters is not None:
@@ -278,7 +278,7 @@ class DPSGDPlan:
             accountant=accountant,
         )
         if arithmetic == "float":
-            parameters = _checks.whole_number("parameters", parameters, 1, 2**62)
+            parameters = _number_of_parameters(parameters)
             noise_multiplier = floats.least_noise(
                 noise_multiplier, max_grad_norm, n=n, parameters=parameters
             )
@@ -371,7 +371,7 @@ class DPSGDPlan:
             scaled = scale_parameters(budgets, counts, max_grad_norm=max_grad_norm, **run)
             noise_multiplier, norms = scaled.noise_multiplier, scaled.max_grad_norms[which]
         if arithmetic == "float":
-            parameters = _checks.whole_number("parameters", parameters, 1, 2**62)
+            parameters = _number_of_parameters(parameters)
             noise_multiplier = floats.least_noise(
                 noise_multiplier, norms, n=n, parameters=parameters
             )
@@ -651,7 +651,8 @@ class DPSGDPlan:
         elif delta is None:
             raise ValueError(
                 "delta must be given for arithmetic='float', which counts what floats add at it, "
-                "got None"
+                "got None; beside other items give a part of the delta of the whole, such as "
+                "plan.delta / 4"
             )
         else:
             worst = Guarantee(float(torch.as_tensor(self.epsilon(delta)).max()), delta)
@@ -712,3 +713,12 @@ def _plain(value):
         return float(value) if isinstance(value, float) else value
     digest = hashlib.sha256(value.numpy().tobytes()).hexdigest()
     return {"length": len(value), "mean": value.mean().item(), "sha256": digest}
+
+
+def _number_of_parameters(parameters):
+    if parameters is None:
+        raise ValueError(
+            "parameters must be given for arithmetic='float', how many trainable numbers the model "
+            "has: sum(p.numel() for p in model.parameters() if p.requires_grad), got None"
+        )
+    return _checks.whole_number("parameters", parameters, 1, 2**62)

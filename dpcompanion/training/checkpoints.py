@@ -42,7 +42,7 @@ class Checkpoint:
     Without a seed the keys of the noise lie beside it, in a file of the same name and ".key" that
     only its owner can read; it goes when the run ends. A reader of it while the run lasts can
     subtract the noise. Where it is lost, the run goes on with new keys and a warning: as private,
-    but not the same.
+    but not the same. If steps after the checkpoint have been seen, both endings cost privacy.
 
     Args:
         path: the file. Its folder notes which seeds were used on which data (seeds-used.json), and
@@ -223,7 +223,9 @@ def read_keys(path, streams):
     except FileNotFoundError:
         warnings.warn(
             f"{path!r} is gone, so that the run goes on with new random numbers: as private as it "
-            "was, but not the run that it would have been",
+            "was, but not the run that it would have been, unless anyone has seen steps that the "
+            "run took after this checkpoint; then both endings cost privacy: add both up "
+            "(dpcompanion.accounting.Ledger)",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -90,9 +90,10 @@ class Reader:
         if all(isinstance(item, Mapping) for item in items):
             return self._parts(default_collate([dict(item) for item in items]), len(items))
         if not all(isinstance(item, (tuple, list)) and len(item) == 2 for item in items):
-            raise ValueError(
-                f"data must have items (x, y) or mappings, got {type(items[0]).__name__}"
-            )
+            kind = type(items[0]).__name__
+            if isinstance(items[0], (tuple, list)):
+                kind += f" of {len(items[0])} parts: give mappings, or a collate_fn"
+            raise ValueError(f"data must have items (x, y) or mappings, got a {kind}")
         return self._parts(default_collate([tuple(item) for item in items]), len(items))
 
     def _parts(self, batch, n):

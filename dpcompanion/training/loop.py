@@ -123,7 +123,8 @@ def train(
         track: a `Track`: keep an account of each example, of which `History.epsilons` tells.
         filter: an `ExactFilter` or `RenyiFilter` of the plan (`ExactFilter.for_plan`): it says to
             what each example is clipped, so that no example exceeds its budget. It implies
-            `Track(clipping="individual")`.
+            `Track(clipping="individual")`. A filter serves one run; one that has paid for another
+            is warned of, since both runs then share one budget.
         performance: a `Performance`: method, precision, microbatch_size and device.
         device, method, precision: the same by single keywords. Model and data (of a data set each
             draw) are moved to the device.
@@ -136,7 +137,8 @@ def train(
         callbacks: `Callbacks`, functions of a `Run` that are called along it, and may end it
             (`Run.stop`).
         checkpoint: a `Checkpoint`, from which the run goes on if its file exists, and which it
-            writes.
+            writes. Plan, seed, data, architecture and the numbers that the optimizer was made with
+            are compared; the loss is not. A run that has finished is loaded with a warning.
         generator_device: where to draw batches and noise. The CPU gives the same draws for every
             device, and several ranks take no other.
         progress: show a bar; by default on a terminal only.
@@ -209,6 +211,14 @@ def train(
         )
         if checkpoint is not None and checkpoint.exists:
             loop.load(checkpoint.path)
+            if loop.run.step == plan.steps or loop.run.history.stopped:
+                warnings.warn(
+                    f"checkpoint {os.fspath(checkpoint.path)!r} is of a run that has finished: its "
+                    "model is loaded, and no step is taken; remove the file to train anew",
+                    stacklevel=2,
+                )
+        else:
+            loop.warn_of_spent_filter()
         loop.begin_alike(callbacks, checkpoint)
         if checkpoint is not None and seed is not None and ranks.first:
             note_seeds(checkpoint.path, [(loop.seed, loop.data_digest)])
@@ -315,10 +325,11 @@ class TrainingLoop:
         self.called = {name: prefix + name for name in self.parameters}
         self.prove(model)
         self.examples.prove(model, loss)
-        # A scheduler keeps the rate that it began with as initial_lr.
+        # A scheduler keeps the rate that it began with as initial_lr, and may change others, such
+        # as the momentum: those are compared as the optimizer's defaults have them.
         groups = optimizer.param_groups
         rates = [float(group.get("initial_lr", group.get("lr", 0))) for group in groups]
-        self.begun_with = [type(optimizer).__name__, *rates]
+        self.begun_with = [type(optimizer).__name__, *rates, _numbers_of(optimizer.defaults)]
         self.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
         history = History(
             torch.full((plan.steps,), math.nan, dtype=torch.float64, device=self.device),
@@ -334,6 +345,17 @@ class TrainingLoop:
         self.looked = False  # whether a step was seen to leave no trace, by values of parameters
         self.later = {}  # what was seen of that on a device, to be looked at when there is time
         self.stepping = False
+
+    def warn_of_spent_filter(self):
+        """A filter that has paid for another run clips those without budget to nothing."""
+        tracker = self.run.history.tracker
+        if tracker is None or tracker.budget is None or not bool((tracker.budget.spent > 0).any()):
+            return
+        warnings.warn(
+            "filter has paid for another run, and examples without budget take no part: make a new "
+            "filter for this run, or count the filter's promise once for both runs together",
+            stacklevel=3,
+        )
 
     def with_trackers(self, stateful):
         """What is saved with the run, its trackers among it."""
@@ -657,6 +679,9 @@ class TrainingLoop:
     def load(self, path):
         content = read_checkpoint(path, _KEYS)
         theirs, ours = content["identity"], self.identity()
+        if theirs.get("optimizer") == self.begun_with[:-1]:
+            # written before checkpoints held more of the optimizer than type and learning rates
+            theirs = theirs | {"optimizer": self.begun_with}
         if theirs != ours:
             differ = [
                 f"{key} {theirs.get(key)} there, {ours.get(key)} here"
@@ -668,9 +693,15 @@ class TrainingLoop:
                 f"optimizer, but {os.fspath(path)!r} differs: {'; '.join(differ)}"
             )
         if set(content["stateful"]) != set(self.stateful):
+            theirs, ours = set(content["stateful"]), set(self.stateful)
+            if own := sorted(name for name in theirs ^ ours if name.startswith("tracker ")):
+                raise ValueError(
+                    "track, filter and trackers must be those of the run of the checkpoint, but "
+                    f"{os.fspath(path)!r} {'has' if own[0] in theirs else 'lacks'} {own[0]!r}: "
+                    "give the same, or another checkpoint"
+                )
             raise ValueError(
-                f"stateful must name {sorted(content['stateful'])} as the checkpoint does, got "
-                f"{sorted(self.stateful)}"
+                f"stateful must name {sorted(theirs)} as the checkpoint does, got {sorted(ours)}"
             )
         run = self.run
         ended = content["step"] == run.plan.steps or content["history"].get("stopped", False)
@@ -688,6 +719,18 @@ class TrainingLoop:
         run.history.losses = run.history.losses.to(self.device)
         run.history.batch_sizes = run.history.batch_sizes.to(self.device)
         self.dropped.fill_(run.history.dropped)
+
+
+def _numbers_of(defaults):
+    """What an optimizer was made with, as far as these are numbers: what a checkpoint can hold."""
+    found = {}
+    for name, value in sorted(defaults.items()):
+        if name == "lr":  # compared group by group
+            continue
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        if all(isinstance(part, (bool, int, float)) for part in parts):
+            found[name] = list(parts) if parts is value else value
+    return found
 
 
 @contextlib.contextmanager

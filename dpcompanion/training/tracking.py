@@ -515,7 +515,7 @@ def tracker_of(
     performance: Performance,
 ) -> NormTracker | None:
     """The tracker that `track` and `filter` ask for, None if neither is given. A filter clips
-    individually, and by default norms are measured as often as it looks at them.
+    individually, and by default norms are measured as often as it looks at them. It serves one run.
     """
     if track is None and filter is None:
         return None

@@ -465,3 +465,11 @@ def test_divergences_of_tiny_losses_are_those_of_mpmath_or_slightly_above(scale,
     for item, value in zip(items, exact):
         found = float(selection.rdp_of(Ledger([item]), orders))
         assert value * (1 - 1e-4) <= found <= value * (1 + 1e-3)
+
+
+def test_a_statement_says_whose_deltas_leave_no_epsilon():
+    ledger = Ledger([Guarantee(1.0, 1e-5), Guarantee(2.0, 1e-5)])
+    assert ledger.statement(1e-5).endswith(
+        "Together epsilon inf at delta 1e-05: the items' deltas reach 2e-05, more than delta."
+    )
+    assert "reach" not in ledger.statement(1e-4)

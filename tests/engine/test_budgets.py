@@ -501,3 +501,22 @@ def test_an_audit_with_adaptive_canaries_stays_below_the_promise_and_catches_an_
 
     inside, outside, _ = moved(20, spoil)
     assert audited(inside, outside) > promise
+
+
+@pytest.mark.parametrize("method", ["make_private_with_budgets", "make_private_with_filter"])
+def test_an_unknown_keyword_is_refused_in_the_name_of_the_method(method):
+    model = nn.Linear(4, 3).double()
+    own = (
+        {"filter": exact(), "loss": cross_entropy}
+        if method == "make_private_with_filter"
+        else {"target_epsilons": 1.0, "target_delta": DELTA, "max_grad_norm": CLIP}
+    )
+    with pytest.raises(TypeError, match=rf"{method}\(\) got an unexpected keyword.*'peple'"):
+        getattr(IndividualizedPrivacyEngine(), method)(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(data(), batch_size=8),
+            epochs=1,
+            peple=range(N),
+            **own,
+        )

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpcompanion import engine
 from dpcompanion.engine import IndividualizedPrivacyEngine, MultiheadAttention, replace_layers
+from dpcompanion.training import clipped_sum, cross_entropy
 
 from ..refusals import refused
 
@@ -153,6 +154,15 @@ def test_layers_are_replaced_wherever_they_are_and_shared_ones_stay_shared():
     assert isinstance(replace_layers(nn.GRU(3, 4)), engine.GRU)
 
 
+def test_an_encoder_with_replaced_layers_takes_a_padding_mask_in_evaluation():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 2).eval()
+    x, padded = torch.randn(4, 6, 8), torch.arange(6) > torch.tensor([[5], [3], [5], [4]])
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=padded)
+        found = replace_layers(encoder)(x, src_key_padding_mask=padded)
+    assert torch.allclose(found[~padded], expected[~padded], atol=1e-5)
+
+
 class Sequences(nn.Module):
     """Whatever axis the examples have: attention with a row for everybody, and recurrence."""
 
@@ -203,3 +213,47 @@ def test_sums_of_clipped_gradients_are_autograds_whichever_axis_has_the_examples
     optimizer.pre_step()
     for p, total in zip(model.parameters(), expected):
         assert torch.allclose(p.summed_grad, total, rtol=1e-4, atol=1e-6)
+
+
+class Padded(nn.Module):
+    """An encoder of tokens, where 0 is no token."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 8), nn.Linear(8, 2)
+        layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+
+    def forward(self, x):
+        return self.head(self.encoder(self.embedding(x), src_key_padding_mask=x == 0)[:, 0])
+
+
+def rows_of_tokens():
+    x = torch.randint(1, 9, (12, 6))
+    x[::2, 4:] = 0
+    return x, torch.arange(12) % 2
+
+
+def test_an_encoder_that_packs_its_rows_is_refused_with_advice_that_helps():
+    x, y = rows_of_tokens()
+    model = Padded().eval()
+    with pytest.raises(ValueError, match="use_nested_tensor = False"):
+        clipped_sum(model, cross_entropy, x, y, 1.0)
+    assert clipped_sum(replace_layers(model), cross_entropy, x, y, 1.0).norms.isfinite().all()
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 8), nn.Linear(8, 2)
+        self.recurrent = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x):
+        return self.head(self.recurrent(self.embedding(x))[0][:, -1])
+
+
+def test_recurrent_layers_are_refused_with_advice_that_helps():
+    x, y = rows_of_tokens()
+    model = Recurrent()
+    refused(r"engine\.replace_layers\(model\)", clipped_sum, model, cross_entropy, x, y, 1.0)
+    assert clipped_sum(replace_layers(model), cross_entropy, x, y, 1.0).norms.isfinite().all()

@@ -5,6 +5,7 @@ import dataclasses
 import random
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.sparse
 import torch
@@ -466,3 +467,25 @@ def test_a_setting_of_convolutions_alone_is_kept_too():
         assert convolutions.fp32_precision == "tf32"
     finally:
         torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.parametrize(
+    "data, advice",
+    [
+        ((pd.DataFrame(X.numpy()), pd.Series(Y.numpy())), r"\.to_numpy\(\)"),
+        ((X.numpy(), Y.numpy()), r"use torch\.as_tensor$"),
+        ((X, (Y, Y)), "torch.stack.*mappings"),
+        (torch.utils.data.TensorDataset(X, Y, Y), "got a tuple of 3 parts"),
+    ],
+)
+def test_data_of_another_form_are_refused_with_advice_that_helps(data, advice):
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused(advice, train, model, cross_entropy, data, PLAN, optimizer=optimizer, progress=False)
+
+
+def test_a_loss_whose_shapes_broadcast_is_refused_with_a_hint():
+    def squared(outputs, targets):
+        return (outputs - targets).square().mean(1)
+
+    refused("model and loss must.*broadcast", fit, nn.Linear(4, 1), y=Y.float(), loss=squared)

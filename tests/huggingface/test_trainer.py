@@ -244,6 +244,28 @@ def test_without_a_seed_keys_lie_in_the_checkpoint_until_the_run_ends(tmp_path):
     assert all(torch.equal(p, found[1][key]) for key, p in found[0].items())
 
 
+def test_a_finished_run_gets_no_second_ending_from_an_earlier_checkpoint(tmp_path):
+    options = dict(save_strategy="steps", save_steps=1, max_steps=2)
+    first = trainer_of(tmp_path, lora=True, privacy={"seed": None}, **options)
+    first.train()
+    for folder in (tmp_path, tmp_path / "elsewhere"):
+        again = trainer_of(folder, lora=True, privacy={"seed": None}, **options)
+        with pytest.raises(ValueError, match="resume_from_checkpoint must be a checkpoint of a"):
+            again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert len(json.loads((tmp_path / "privacy.json").read_text())["finished_runs"]) == 1
+
+
+def test_another_run_in_the_folder_of_a_finished_one_may_go_on(tmp_path):
+    options = dict(lora=True, privacy={"seed": None}, **LONG)
+    trainer_of(tmp_path, **options).train()
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(tmp_path, given={"callbacks": [Interrupt()]}, **options).train()
+    again = trainer_of(tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.taken == 4
+    assert len(json.loads((tmp_path / "privacy.json").read_text())["finished_runs"]) == 2
+
+
 @pytest.mark.slow
 def test_a_checkpoint_of_another_run_or_of_a_plain_trainer_is_refused(tmp_path):
     options = dict(save_strategy="steps", save_steps=1, max_steps=2)

@@ -400,3 +400,14 @@ def test_a_statement_names_the_unit_that_is_protected_and_the_run_is_the_same(re
     assert "one patient" in other.statement() and "example" not in other.statement()
     assert plan.config() == other.config() and plan != other
     assert plan.epsilon(accountant="rdp") == other.epsilon(accountant="rdp")
+
+
+@pytest.mark.parametrize("make", [DPSGDPlan.for_epsilon, DPSGDPlan.for_epsilons])
+def test_a_plan_with_floats_says_which_parameters_it_lacks(make):
+    budgets = 2.0 if make == DPSGDPlan.for_epsilon else {1.0: 0.5, 2.0: 0.5}
+    usual = dict(n=100, batch_size=10, epochs=1, max_grad_norm=1.0, delta=1e-3)
+    with pytest.raises(ValueError, match="parameters must be given.*trainable numbers"):
+        make(budgets, arithmetic="float", **usual)
+    made = make(budgets, arithmetic="float", parameters=12, **usual)
+    with pytest.raises(ValueError, match=r"such as plan\.delta / 4"):
+        made.ledger_entry()

@@ -15,6 +15,7 @@ from dpcompanion.training import (
     Callbacks,
     Checkpoint,
     DPSGDPlan,
+    Track,
     cross_entropy,
     models,
     train,
@@ -47,7 +48,9 @@ def plan(**changes):
     )
 
 
-def run(stop_at=None, path=None, every=None, **arguments):
+def run(
+    stop_at=None, path=None, every=None, optimizer=torch.optim.SGD, made_with=None, **arguments
+):
     model = models.linear(5, 3, seed=0).double()
 
     def stop(state):
@@ -59,7 +62,7 @@ def run(stop_at=None, path=None, every=None, **arguments):
         cross_entropy,
         data(),
         plan(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        optimizer=optimizer(model.parameters(), lr=0.1, **(made_with or {})),
         callbacks=Callbacks(on_step=stop),
         progress=False,
         checkpoint=None if path is None else Checkpoint(path, every),
@@ -123,7 +126,7 @@ def test_a_run_whose_keys_are_lost_goes_on_and_says_so(tmp_path):
     with pytest.raises(InterruptedError):
         run(stop_at=7, path=path, every=3)
     os.remove(f"{path}.key")
-    with pytest.warns(RuntimeWarning, match="random"):
+    with pytest.warns(RuntimeWarning, match="random.*both endings cost privacy: add both up"):
         _, history = run(path=path)
     assert len(history.batch_sizes) == STEPS
 
@@ -156,7 +159,7 @@ def test_a_seed_that_is_used_on_other_data_in_the_same_folder_is_warned_of_once(
         )
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", RuntimeWarning)
         (
             begin(1),
             begin(1),
@@ -168,7 +171,7 @@ def test_a_seed_that_is_used_on_other_data_in_the_same_folder_is_warned_of_once(
     with pytest.warns(RuntimeWarning, match="same noise"):
         begin(6, changed=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", RuntimeWarning)
         begin(6, changed=True)
     (tmp_path / "seeds-used.json").write_text("[1, 2", encoding="utf-8")
     begin(7)
@@ -224,3 +227,34 @@ def test_a_checkpoint_with_a_seed_does_not_serve_a_run_without_one(tmp_path):
     with pytest.raises(InterruptedError):
         run(stop_at=7, seed=1, path=path, every=3)
     refused("seed", run, path=path)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "made_with"),
+    [
+        (torch.optim.SGD, {"weight_decay": 0.5}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adam, {"betas": (0.8, 0.99)}),
+    ],
+)
+def test_a_checkpoint_of_another_optimizer_setting_is_refused(optimizer, made_with, tmp_path):
+    path = tmp_path / "run.pt"
+    with pytest.raises(InterruptedError):
+        run(stop_at=7, path=path, every=3, optimizer=optimizer)
+    refused(next(iter(made_with)), run, path=path, optimizer=optimizer, made_with=made_with)
+    assert run(path=path, optimizer=optimizer)[1].steps == STEPS
+
+
+def test_a_checkpoint_of_a_finished_run_is_loaded_with_a_warning(tmp_path):
+    path = tmp_path / "run.pt"
+    ended, _ = run(path=path)
+    with pytest.warns(UserWarning, match="finished.*no step is taken"):
+        loaded, _ = run(path=path)
+    assert torch.equal(ended, loaded)
+
+
+def test_a_checkpoint_of_a_run_with_another_tracker_is_refused_by_its_name(tmp_path):
+    path = tmp_path / "run.pt"
+    with pytest.raises(InterruptedError):
+        run(stop_at=7, path=path, every=3)
+    refused("track, filter and trackers", run, path=path, track=Track(clipping="individual"))

@@ -4,6 +4,7 @@ early end.
 
 import json
 import math
+import warnings
 
 import pytest
 import torch
@@ -97,6 +98,27 @@ def test_a_filter_of_the_plan_holds_everybody_to_their_budget(kind):
     assert json.loads(history.to_json())["promised_quantiles"]["1"] <= 1.0
     with pytest.raises(ValueError, match="track.*clipping"):
         trained(filter=filter, track=Track())
+
+
+def test_a_filter_that_has_paid_for_another_run_is_warned_of(tmp_path):
+    filter = RenyiFilter.for_plan(PLAN, 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(filter=filter)
+    with pytest.warns(UserWarning, match="filter has paid for another run"):
+        trained(filter=filter)
+
+    def stop(run):
+        if run.step == 5:
+            raise InterruptedError
+
+    options = dict(checkpoint=Checkpoint(tmp_path / "run.pt", every=2))
+    filter = RenyiFilter.for_plan(PLAN, 1.0)
+    with pytest.raises(InterruptedError):
+        trained(filter=filter, callbacks=Callbacks(on_step=stop), **options)
+    with warnings.catch_warnings():  # a run that goes on is the one that the filter has paid for
+        warnings.simplefilter("error")
+        trained(filter=filter, **options)
 
 
 def test_performance_is_the_single_keywords():
