@@ -157,7 +157,7 @@ def check_norms(model, loss, x, y, measure, precision=None, *, louder=False):
     Args:
         model, loss: as of `prove`, in the modes of the model's layers.
         x, y: a batch; nothing is said of a batch of less than two.
-        measure: (loss, x, y) -> norms (n,), inf where not finite.
+        measure: (loss, x, y) -> norms (n,), inf where they are not finite.
         precision: in which it measures.
         louder: whether the others are enlarged instead of replaced.
 
@@ -177,7 +177,8 @@ def check_norms(model, loss, x, y, measure, precision=None, *, louder=False):
 
     whole = measured(places)
     finite = whole.isfinite()
-    relative, floor = _of_arithmetic(model, next(model.parameters()), precision)
+    trained = next(p for p in model.parameters() if p.requires_grad)
+    relative, floor = _of_arithmetic(model, trained, precision)
     # That of an outlier would hide what it does to all others.
     typical = torch.where(finite, whole, 0).sort().values[9 * (n - 1) // 10]
     for half in (0, 1):
@@ -193,8 +194,8 @@ def check_norms(model, loss, x, y, measure, precision=None, *, louder=False):
         )
         if (apart := apart & stays).any():
             raise UnsupportedModel(
-                "the norm of an example's gradient depends on the rest of the "
-                f"batch: {whole[apart][:4].tolist()} in one batch, {found[apart][:4].tolist()} in "
+                "the norm of an example's gradient depends on the rest of the batch: "
+                f"{whole[apart][:4].tolist()} in one batch, {found[apart][:4].tolist()} in "
                 "another, as where rows change their order, or where a hook or a backward method "
                 "of the model's own takes all gradients of a batch together"
             )
@@ -205,9 +206,10 @@ def _enlarged(loss, weights):
 
     def enlarged(outputs, y):
         losses = loss(outputs, y)
-        if len(weights) != len(losses):  # of a part of the batch only values are asked for
-            return losses
-        return losses.detach() + weights.to(losses) * (losses - losses.detach())
+        own = losses.view_as(losses)
+        if own.requires_grad:
+            own.register_hook(lambda g: g * weights.to(g))
+        return own
 
     return enlarged
 
