@@ -12,7 +12,8 @@ norms :math:`C_i` this computes :math:`\sum_i g_i \min(1, C_i / \lVert g_i\rVert
 * `auto`: `mixed` if the model can be taken apart into layers, else `func`. `resolve_method`
   decides, and proves it against plain autograd on the examples with the largest gradients of a
   probe (`dpcompanion.gradients.proof`): once for a model, in each state that it is in
-  (`dpcompanion.gradients.states`), and whether examples are mixed is looked at again now and then.
+  (`dpcompanion.gradients.states`), and whether examples are mixed is looked at again now and then,
+  with the microbatches at hand.
   The trainers have it prove `mixed` and `ghost` too; here those are taken at their word.
 
 By `mixed` and `ghost` every pass compares the losses of half of a batch with those that it has in
@@ -80,22 +81,9 @@ def _in_microbatches(
     _checks.one_of("method", method, METHODS)
     checks.check_model(model)
     if method == "auto":
-        method = _resolved(model, loss, x, y, precision, float64)
+        method = _resolved(model, loss, x, y, microbatch_size, precision, float64)
     method = _materialized(method) if float64 else method
-    microbatch_size = microbatch_size or default_microbatch_size(
-        model, loss, x, y, method, precision
-    )
-    # which hold a gradient of the whole model for each example
-    if method in ("func", "materialized"):
-        microbatch_size = max(
-            1,
-            min(
-                microbatch_size,
-                BUDGET // sum(p.numel() for p in model.parameters() if p.requires_grad),
-            ),
-        )
-    for start in range(0, len(x), microbatch_size):
-        part = slice(start, start + microbatch_size)
+    for part in _parts(model, loss, x, y, method, microbatch_size, precision):
         limit = (
             max_grad_norm[part]
             if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.ndim
@@ -105,6 +93,16 @@ def _in_microbatches(
             yield _by_func(model, loss, x[part], y[part], limit, float64)
         else:
             yield layerwise(model, loss, x[part], y[part], limit, method, precision=precision)
+
+
+def _parts(model, loss, x, y, method, microbatch_size, precision):
+    """The slices of the examples (x, y) that go through the model at once."""
+    size = microbatch_size or default_microbatch_size(model, loss, x, y, method, precision)
+    # which hold a gradient of the whole model for each example
+    if method in ("func", "materialized"):
+        numbers = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        size = max(1, min(size, BUDGET // numbers))
+    return [slice(start, start + size) for start in range(0, len(x), size)]
 
 
 def _by_func(model, loss, x, y, limit, float64):
@@ -330,6 +328,8 @@ def _proved(model, loss, x, y, method, precision, float64, inside):
 
     try:
         proof.prove(model, loss, x, y, candidate)
+        rows = proof.rows_to_look_through(len(x))[: proof.PROBED].to(x.device)
+        _check_norms(model, loss, x[rows], y[rows], way, None, louder=True)
         if precision is not None:
             proof.prove_in(precision, model, loss, x, y, candidate)
     except UnsupportedModel as error:
@@ -379,44 +379,91 @@ def _try_func(model, loss, x, y, inside):
 # {model: {what else a proof depends on: [method, how often it was asked for]}}
 _known = weakref.WeakKeyDictionary()
 
+# Microbatches of a call in which norms are looked at again, spread over all of it: a call may be of
+# a whole data set.
+_LOOKED_AT = 4
 
-def _resolved(model, loss, x, y, precision, float64):
+
+def _resolved(model, loss, x, y, microbatch_size, precision, float64):
     """As `resolve_method` by "auto", which is asked once for a model in one state, a loss and a
-    kind of data; whether examples are mixed is looked at again at the 2nd, 4th, 8th ... call, with
+    kind of data; whether examples are mixed is looked at at the 1st, 2nd, 4th, 8th ... call, with
     the examples at hand.
     """
     key = _key(model, loss, x, y, precision, float64) if len(x) else None
     proved = _known.setdefault(model, {}) if key is not None else {}
     if key is None or key not in proved:
         method = resolve_method(model, loss, x, y, precision=precision, float64=float64)
-        # a proof may fill a model's caches
-        key = _key(model, loss, x, y, precision, float64) if len(x) else None
-        if key is not None:
-            proved[key] = [method, 1]
-        return method
-    proved[key][1] += 1
-    method, count = proved[key]
+        count = 1
+    else:
+        method, count = proved[key]
+        count += 1
     if count & (count - 1) == 0:
-        look_again(model, loss, x, y, count)
+        look_again(
+            model,
+            loss,
+            x,
+            y,
+            count,
+            method=method,
+            microbatch_size=microbatch_size,
+            precision=precision,
+            float64=float64,
+        )
+    # a proof may fill a model's caches
+    key = _key(model, loss, x, y, precision, float64) if len(x) else None
+    if key is not None:
+        proved = _known.setdefault(model, {})
+        proved[key] = [method, count]
     return method
 
 
-def look_again(model, loss, x, y, look):
+def look_again(
+    model, loss, x, y, look, *, method="func", microbatch_size=None, precision=None, float64=False
+):
     """Refuse a model or loss that is seen to mix some examples (x, y), without the rest of a proof.
+
+    Of a few of them losses are compared; and norms, where they are measured layer by layer, in some
+    of the microbatches in which they are clipped: what mixes large gradients only may do so with
+    examples that no probe holds.
+
+    Many arguments, since it takes what a pass takes.
 
     Args:
         model, loss, x, y: as of `resolve_method`.
         look: the number of the call or step, from 1 on: each look has random draws of its own.
+        method, microbatch_size, precision, float64: of the passes that follow.
 
     Raises:
         ValueError: as of `resolve_method`.
     """
     rows = proof.rows_to_look_through(len(x))[: proof.PROBED].to(x.device)
-    if len(rows) > 1:
-        start = independence.DRAWS + look * independence.DRAWS_LATER
-        seeds = range(start, start + independence.DRAWS_LATER)
-        with traces.probing(model):
-            independence.check_company(model, loss, x[rows], y[rows], seeds)
+    if len(rows) < 2:
+        return
+    method = _materialized(method) if float64 else method
+    start = independence.DRAWS + look * independence.DRAWS_LATER
+    seeds = range(start, start + independence.DRAWS_LATER)
+    with traces.probing(model):
+        independence.check_company(model, loss, x[rows], y[rows], seeds)
+        if method == "func":
+            return  # each example goes through the model alone
+        try:
+            parts = _parts(model, loss, x, y, method, microbatch_size, precision)
+            for part in parts[:: -(-len(parts) // _LOOKED_AT)]:
+                _check_norms(model, loss, x[part], y[part], method, precision)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(
+                f"method {method!r} does not fit this model: {error}; use method='func', which "
+                "takes examples one by one"
+            ) from error
+
+
+def _check_norms(model, loss, x, y, method, precision, *, louder=False):
+    """As `proof.check_norms`, of norms that are measured layer by layer."""
+
+    def measure(loss, x, y):
+        return layerwise(model, loss, x, y, None, method, precision=precision).norms
+
+    proof.check_norms(model, loss, x, y, measure, precision, louder=louder)
 
 
 def _key(model, loss, x, y, precision, float64):

@@ -6,8 +6,9 @@ one through plain autograd and compares. It is made once a run, so it can afford
 engine proves what Opacus finds by the same probe, tolerances and weights nearby
 (`dpcompanion.engine.proof`).
 
-* The examples are those with the largest gradients among a probe that is spread over the data. Rows
-  that are not finite are left out; if all are, nothing is proved, and that is said.
+* The examples are a probe of 16 that is spread over the data, those with the largest gradients
+  first. Rows that are not finite are left out; if all are, nothing is proved, and that is said. All
+  16 are compared in one batch: a model that sorts a few of them may find them sorted.
 * Tolerances are relative: a well fitted example, whose gradient is small, is proved like any other.
 * Training mode is proved like evaluation mode, as it may compute something else. What is drawn at
   random there is drawn alike by all that is compared, so that neither dropout nor noise hides
@@ -17,6 +18,10 @@ engine proves what Opacus finds by the same probe, tolerances and weights nearby
   time there is an example less, and the others come the other way round: what takes another axis
   for that of the examples may find as many there by chance, and what sorts them may find them
   sorted.
+* A loss does not show what a hook or a backward method does on the way back, which may be nothing
+  until a gradient is large. So the norms of half of the examples must stay as they are when the
+  gradients of the other half are enlarged; and, in the batches of a run, when the other half is
+  replaced (`check_norms`).
 * Each example is clipped to another share of its gradient, so that whose gradient is whose is
   proved too, and each parameter's gradient is looked at by itself.
 
@@ -42,7 +47,7 @@ import torch
 from dpcompanion._devices import with_whole_convolutions
 from dpcompanion.gradients.independence import check_company, check_independence
 from dpcompanion.gradients.tensors import UnsupportedModel, in_best_format, losses_in, tolerances
-from dpcompanion.gradients.traces import beginning_alike, evaluating, weights_nearby
+from dpcompanion.gradients.traces import beginning_alike, evaluating, quiet, weights_nearby
 
 # Examples that are looked through, those with gradients computed, and those compared.
 _LOOKED_THROUGH, PROBED, COMPARED = 64, 16, 4
@@ -124,12 +129,97 @@ def twice(parameters, compare, rows, nearby=None):
         compare(rows[: max(len(rows) - 1, 1)][::-1] if nearby is None else nearby)
 
 
+def _of_arithmetic(model, values, precision):
+    """(relative, floor) as of `tolerances`, for gradients like `values` that rounding moves."""
+    tolerance = tolerances(values if precision is None else values.bfloat16())
+    # Frozen layers of a shorter type round, and so do the first layers of deep networks: by 0.2% in
+    # ResNet-20's.
+    if any(tolerances(p) > (1e-6, 1e-9) for p in model.parameters()):
+        tolerance = max(tolerance, (1e-2, 1e-4))
+    return tolerance
+
+
+# Whether a gradient depends on its company. A loss does not show all that happens on the way back.
+
+#: By how much the gradients of others are enlarged.
+LOUDER = 2.0**16
+
+
+def check_norms(model, loss, x, y, measure, precision=None, *, louder=False):
+    """Refuse a method by which the norm of an example's gradient changes with the rest of the
+    batch.
+
+    Half of the examples keep their places, then the other half. The other places are given to those
+    that stay, once more, so that the batch keeps its size and its random numbers; or, with
+    `louder`, the others stay and their losses have gradients that are `LOUDER` times as long, as
+    those of an outlier, which passes the threshold of what acts on large gradients only.
+
+    Args:
+        model, loss: as of `prove`, in the modes of the model's layers.
+        x, y: a batch; nothing is said of a batch of less than two.
+        measure: (loss, x, y) -> norms (n,), inf where they are not finite.
+        precision: in which it measures.
+        louder: whether the others are enlarged instead of replaced.
+
+    Raises:
+        UnsupportedModel: with the norms of some examples in either company.
+    """
+    n, device = len(x), x.device
+    if n < 2:
+        return
+    places = torch.arange(n, device=device)
+    beside = torch.where((places ^ 1) < n, places ^ 1, n - 2)
+
+    def measured(rows, weights=None):
+        with beginning_alike(model, device), quiet(model, torch.nn.RReLU):
+            weighted = loss if weights is None else _enlarged(loss, weights)
+            return measure(weighted, x[rows], y[rows]).double()
+
+    whole = measured(places)
+    finite = whole.isfinite()
+    trained = next(p for p in model.parameters() if p.requires_grad)
+    relative, floor = _of_arithmetic(model, trained, precision)
+    # That of an outlier would hide what it does to all others.
+    typical = torch.where(finite, whole, 0).sort().values[9 * (n - 1) // 10]
+    for half in (0, 1):
+        stays = places % 2 == half
+        if louder:
+            found = measured(places, torch.where(stays, 1.0, LOUDER))
+        else:
+            found = measured(torch.where(stays, places, beside))
+        apart = torch.where(
+            finite & found.isfinite(),
+            (whole - found).abs() > relative * whole + floor * typical,
+            finite != found.isfinite(),
+        )
+        if (apart := apart & stays).any():
+            raise UnsupportedModel(
+                "the norm of an example's gradient depends on the rest of the batch: "
+                f"{whole[apart][:4].tolist()} in one batch, {found[apart][:4].tolist()} in "
+                "another, as where rows change their order, or where a hook or a backward method "
+                "of the model's own takes all gradients of a batch together"
+            )
+
+
+def _enlarged(loss, weights):
+    """A loss of the same values, whose gradients are multiplied by weights, one for each place."""
+
+    def enlarged(outputs, y):
+        losses = loss(outputs, y)
+        own = losses.view_as(losses)
+        if own.requires_grad:
+            own.register_hook(lambda g: g * weights.to(g))
+        return own
+
+    return enlarged
+
+
 # How the trainer's claims are got.
 
 
 @with_whole_convolutions
 def prove(model, loss, x, y, candidate):
-    """Raise unless `candidate` is what autograd says of the examples with the largest gradients.
+    """Raise unless `candidate` is what autograd says of a probe of 16 examples.
 
     Args:
         model: a module, on the device of x; it is put into evaluation mode for the proof, and back.
@@ -152,10 +242,10 @@ def prove(model, loss, x, y, candidate):
         )
     check_independence(model, loss, x[rows[:COMPARED]], y[rows[:COMPARED]])
     check_company(model, loss, x[rows], y[rows])
-    rows = rows[:COMPARED].tolist()
+    few, rows = rows[:COMPARED], rows.tolist()
     way = _Way(model, loss, x, y, candidate)
     with evaluating(model):
-        check_independence(model, loss, x[rows], y[rows])
+        check_independence(model, loss, x[few], y[few])
         twice(way.parameters, way.compare, rows)
     if any(module.training for module in model.modules()):
         way = _Way(model, loss, x, y, candidate, together=True)
@@ -266,11 +356,7 @@ class _Way:
         # of weights nearby only; for the model's own they are finite
         if not norms.isfinite().all():
             return
-        tolerance = tolerances(sums[0] if self._precision is None else sums[0].bfloat16())
-        # Frozen layers of a shorter type round, and so do the first layers of deep networks: by
-        # 0.2% in ResNet-20's.
-        if any(tolerances(p) > (1e-6, 1e-9) for p in self.model.parameters()):
-            tolerance = max(tolerance, (1e-2, 1e-4))
+        tolerance = _of_arithmetic(self.model, sums[0], self._precision)
         with self._chance():
             theirs, totals = self._claimed(
                 self.x[rows], self.y[rows], (shares * norms).to(self.x.device)

@@ -35,6 +35,19 @@ def evaluating(model):
 
 
 @contextlib.contextmanager
+def quiet(model, kind):
+    """The modules of a kind in evaluation mode, and in their own mode afterwards."""
+    found = [module for module in model.modules() if isinstance(module, kind) and module.training]
+    try:
+        for module in found:
+            module.eval()
+        yield
+    finally:
+        for module in found:
+            module.train()
+
+
+@contextlib.contextmanager
 def drawing_alike(device, seed=0):
     """What is drawn within, by PyTorch, NumPy or Python, depends on `seed` alone; the generators
     end as they were.

@@ -451,7 +451,17 @@ class TrainingLoop:
         # before the 1st, 2nd, 4th, 8th ... step
         if (run.step + 1) & run.step == 0 and self.device.type == "cpu":
             with self.unnoticed():
-                clipping.look_again(self.network, self.loss, x, y, run.step + 1)
+                clipping.look_again(
+                    self.network,
+                    self.loss,
+                    x,
+                    y,
+                    run.step + 1,
+                    method=self.method,
+                    microbatch_size=self.microbatch_size,
+                    precision=self.precision,
+                    float64=self.float64,
+                )
         with self._own_randomness(self.ranks.stream("forward")):
             total = clipping.clipped_sum(
                 self.network,
