@@ -22,6 +22,9 @@ gradient of another.
   right.
 * A module that draws at random is tried with 32 seeds, since it may mix some batches only: what it
   puts out for an example stays the same where the examples beside it are replaced.
+* The gradients of a few must also stay as they are in the whole batch when those of all others are
+  enlarged: a hook or a backward method of the module's own that clips them together does nothing
+  until one of them is large, as that of an outlier.
 * What the module puts out for one example is the same afterwards: it remembers no batch.
 * Dropout is left out. The state of generators, buffers and gradients is afterwards what it was.
 
@@ -50,7 +53,7 @@ from dpcompanion.engine.outputs import Rows, numbers_in, parts_of, weighed
 from dpcompanion.engine.shards import shards_of
 from dpcompanion.gradients.checks import check_types
 from dpcompanion.gradients.independence import DRAWS, alike
-from dpcompanion.gradients.proof import COMPARED, largest, misfit, norms_of, probed, twice
+from dpcompanion.gradients.proof import COMPARED, LOUDER, largest, misfit, norms_of, probed, twice
 from dpcompanion.gradients.states import State
 from dpcompanion.gradients.tensors import added_up, tolerances
 from dpcompanion.gradients.traces import buffers_kept, drawing_alike, next_draws
@@ -200,6 +203,8 @@ class Proof:
 
         # In the order of the batch, for a loader may have put the longest first.
         twice(parameters, compare, hardest, nearby=hardest[:-1] or hardest)
+        if few := hardest if len(hardest) < batch.n else hardest[:-1]:
+            self._compare(batch, list(range(batch.n)), few, parameters, louder=True)
         self._check_memory(put_out, self._put_out(batch))
         if self._unlike or self._mixes_at_times(batch):
             raise UnsupportedModuleError(
@@ -373,8 +378,10 @@ class Proof:
             )
         return known
 
-    def _compare(self, batch, rows, checked, parameters):
-        """Of the rows together, those checked must have the gradients that they have alone."""
+    def _compare(self, batch, rows, checked, parameters, *, louder=False):
+        """Of the rows together, those checked must have the gradients that they have alone; where
+        `louder`, beside others that are enlarged.
+        """
         # Before the pass that Opacus watches: between that and its backward pass nothing may
         # overwrite its notes.
         _, shapes, _ = self._alone(batch, checked[0], parameters)
@@ -385,7 +392,9 @@ class Proof:
             (part for part in known if part.ndim), torch.zeros(len(rows), device=known[0].device)
         )
         whole = sum(part for part in known if not part.ndim)
-        score = cast(torch.Tensor, whole + own.sum() / (len(rows) if self._mean else 1))
+        weights = [LOUDER if louder and row not in checked else 1.0 for row in rows]
+        weighted = own * torch.tensor(weights).to(own)
+        score = cast(torch.Tensor, whole + weighted.sum() / (len(rows) if self._mean else 1))
         score.backward(retain_graph=self._ghost)
         # Frozen layers of a shorter type round what goes through them.
         tolerance = max(map(tolerances, self._inner.parameters()))
@@ -408,6 +417,8 @@ class Proof:
                     said = say(float(found[p]), float(lengths[p]), wrong)
                     bound = min(wrong / 3, off.bound)
                     total = None if total is None else total[p].sum(0)
+                    if louder:
+                        raise self._mixes_large(rows, parameters[p], said)
                     raise self._mismatch(
                         batch, rows, row, parameters[p], expected[p], bound, said, total
                     )
@@ -498,6 +509,16 @@ class Proof:
                 for values in (own or scalars, whole)
             )
         return one, summed, bool(scalars)
+
+    def _mixes_large(self, rows, p, said):
+        """The error for an example's gradient that differs only beside large ones."""
+        return UnsupportedModuleError(
+            "module must compute each example by itself, but the gradient of an example in the "
+            f"company of {len(rows) - 1} whose gradients are large {said}, in {self._holder(p)}, "
+            "so the module mixes examples on the way back: look for a hook or a backward method "
+            "of its own that clips or scales all gradients of a batch together; let it take each "
+            "example by itself"
+        )
 
     def _mismatch(self, batch, rows, row, p, expected, bound, said, total):
         """The error for an example's gradient that differs in the company of others, with its cause

@@ -147,6 +147,34 @@ def test_a_module_that_mixes_some_batches_only_is_refused_before_any_step(mode):
         assert engine.accountant.steps == 0
 
 
+def clipped_on_the_way_back(h, axes):
+    """A hidden state whose gradient is clipped, as for recurrent layers."""
+    if h.requires_grad:
+        h.register_hook(lambda g: g * (50 / g.norm(dim=axes, keepdim=True)).clamp(max=1))
+    return h
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+def test_gradients_that_are_clipped_together_are_refused_before_one_is_large(mode):
+    """Nothing was clipped in the proof; beside an outlier the gradients of others were 0."""
+    engine, model, optimizer, criterion, loader = private(
+        Mixing(lambda h: clipped_on_the_way_back(h, (0, 1))), mode=mode
+    )
+    before = weights(model)
+    with pytest.raises(UnsupportedModuleError, match="on the way back"):
+        train(model, optimizer, criterion, loader)
+    assert torch.equal(before, weights(model)) and engine.accountant.steps == 0
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+def test_gradients_that_are_clipped_one_by_one_are_taken(mode):
+    engine, model, optimizer, criterion, loader = private(
+        Mixing(lambda h: clipped_on_the_way_back(h, 1)), mode=mode
+    )
+    train(model, optimizer, criterion, loader)
+    assert engine.accountant.steps == 3
+
+
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
 def test_a_mean_that_leaves_nothing_of_an_example_alone_is_refused(mode):
     """Without biases the gradient of one row behind its own mean is 0."""

@@ -190,7 +190,9 @@ DRAWS = {"random": random.random, "numpy": np.random.rand, "torch": lambda: floa
 @pytest.mark.parametrize("draw", DRAWS)
 def test_a_model_that_mixes_some_batches_only_is_refused(draw, share):
     torch.manual_seed(0)
-    refused("model and loss must treat examples", fit, MixingAtTimes(DRAWS[draw], share), data=(X, BOTH))
+    refused(
+        "model and loss must treat examples", fit, MixingAtTimes(DRAWS[draw], share), data=(X, BOTH)
+    )
     fit(MixingAtTimes(DRAWS[draw], share).eval(), data=(X, BOTH))
 
 
