@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import types
+from typing import Any
 
 import numpy as np
 import torch
@@ -154,7 +155,7 @@ def run_setting(setting, seed, device):
         model, cross_entropy, found.test_x.to(device), found.test_y.to(device)
     )
     losses, norms = np.stack(trace["losses"]), np.stack(trace["norms"])
-    account = whole.accountant.ledger_entry().account
+    account: Any = whole.accountant.ledger_entry().account  # of one run, at noise of each level
     noise = [kind.noise_multiplier for kind in account.kinds]
     quintiles = np.array_split(norms.mean(0).argsort(), 5)
     arrays = {
