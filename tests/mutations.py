@@ -354,8 +354,8 @@ FAULTS = (
     fault(
         "an example counts twice where a batch is cut",
         "gradients/clipping.py",
-        "part = slice(start, start + microbatch_size)",
-        "part = slice(max(0, start - 1), start + microbatch_size)",
+        "slice(start, start + size) for start",
+        "slice(max(0, start - 1), start + size) for start",
         "training/test_loop.py::test_physical_batches_and_methods_give_the_same_run",
     ),
     fault(
@@ -457,8 +457,8 @@ FAULTS = (
     fault(
         "a number matches within three deviations",
         "reproduction/published.py",
-        "if distance <= 2 * math.hypot",
-        "if distance <= 3 * math.hypot",
+        "min(2 * math.hypot",
+        "min(3 * math.hypot",
         "reproduction/test_published.py::test_the_verdict_follows_the_rule_of_two_standard_deviations_then_ten_percent",
     ),
     fault(

@@ -401,8 +401,7 @@ def _resolved(model, loss, x, y, microbatch_size, precision, float64):
         look_again(
             model,
             loss,
-            x,
-            y,
+            (x, y),
             count,
             method=method,
             microbatch_size=microbatch_size,
@@ -418,24 +417,24 @@ def _resolved(model, loss, x, y, microbatch_size, precision, float64):
 
 
 def look_again(
-    model, loss, x, y, look, *, method="func", microbatch_size=None, precision=None, float64=False
+    model, loss, data, look, *, method="func", microbatch_size=None, precision=None, float64=False
 ):
-    """Refuse a model or loss that is seen to mix some examples (x, y), without the rest of a proof.
+    """Refuse a model or loss that is seen to mix some examples, without the rest of a proof.
 
     Of a few of them losses are compared; and norms, where they are measured layer by layer, in some
     of the microbatches in which they are clipped: what mixes large gradients only may do so with
     examples that no probe holds.
 
-    Many arguments, since it takes what a pass takes.
-
     Args:
-        model, loss, x, y: as of `resolve_method`.
+        model, loss: as of `resolve_method`.
+        data: these examples, (x, y).
         look: the number of the call or step, from 1 on: each look has random draws of its own.
         method, microbatch_size, precision, float64: of the passes that follow.
 
     Raises:
         ValueError: as of `resolve_method`.
     """
+    x, y = data
     rows = proof.rows_to_look_through(len(x))[: proof.PROBED].to(x.device)
     if len(rows) < 2:
         return

@@ -448,32 +448,18 @@ class TrainingLoop:
             x, y = self.examples.rows(
                 (indices if isinstance(self.examples, Tensors) else drawn)[share]
             )
+        passes = {
+            "method": self.method,
+            "microbatch_size": self.microbatch_size,
+            "precision": self.precision,
+            "float64": self.float64,
+        }
         # before the 1st, 2nd, 4th, 8th ... step
         if (run.step + 1) & run.step == 0 and self.device.type == "cpu":
             with self.unnoticed():
-                clipping.look_again(
-                    self.network,
-                    self.loss,
-                    x,
-                    y,
-                    run.step + 1,
-                    method=self.method,
-                    microbatch_size=self.microbatch_size,
-                    precision=self.precision,
-                    float64=self.float64,
-                )
+                clipping.look_again(self.network, self.loss, (x, y), run.step + 1, **passes)
         with self._own_randomness(self.ranks.stream("forward")):
-            total = clipping.clipped_sum(
-                self.network,
-                self.loss,
-                x,
-                y,
-                limits[share],
-                method=self.method,
-                microbatch_size=self.microbatch_size,
-                precision=self.precision,
-                float64=self.float64,
-            )
+            total = clipping.clipped_sum(self.network, self.loss, x, y, limits[share], **passes)
         self.note_later(traces.check_untouched(run.model, before, wait=False))
         if total.mixed is not None:
             self.note_later({"mixed": total.mixed})

@@ -206,7 +206,7 @@ def test_each_later_look_at_a_model_has_random_draws_of_its_own():
     model, looks = MixingAtTimes(draw, 0.5), []
     for look in (1, 2):
         drawn.clear()
-        clipping.look_again(model, cross_entropy, X, BOTH, look)
+        clipping.look_again(model, cross_entropy, (X, BOTH), look)
         looks.append(set(drawn))
     # those of one look are repeated where the examples beside one are replaced
     assert len(looks[0]) == len(looks[1]) == 9 and len(looks[0] & looks[1]) <= 1

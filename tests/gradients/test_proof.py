@@ -575,8 +575,8 @@ def test_what_treats_examples_one_by_one_is_not_refused_by_a_look(n, dtype):
     state = torch.get_rng_state()
     for method in ("mixed", "ghost"):
         for size in (1, 5, None):
-            clipping.look_again(model, squared, x, y, 1, method=method, microbatch_size=size)
+            clipping.look_again(model, squared, (x, y), 1, method=method, microbatch_size=size)
     if n > 2:
         assert clipping.resolve_method(model, squared, x, y) == "mixed"
-    clipping.look_again(model, squared, x, y, 1, method="mixed", float64=True)
+    clipping.look_again(model, squared, (x, y), 1, method="mixed", float64=True)
     assert torch.equal(state, torch.get_rng_state()) and model.training
