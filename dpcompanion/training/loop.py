@@ -349,7 +349,9 @@ class TrainingLoop:
     def warn_of_spent_filter(self):
         """A filter that has paid for another run clips those without budget to nothing."""
         tracker = self.run.history.tracker
-        if tracker is None or tracker.budget is None or not bool((tracker.budget.spent > 0).any()):
+        # a filter of one's own need not say what it has spent
+        spent = getattr(tracker and tracker.budget, "spent", None)
+        if spent is None or not bool((spent > 0).any()):
             return
         warnings.warn(
             "filter has paid for another run, and examples without budget take no part: make a new "
