@@ -317,7 +317,7 @@ class Ledger:
             return 1.0
         if len(used) == 1 and used[0][1] == 1:
             return used[0][0]
-        together = -math.expm1(sum(count * math.log1p(-delta) for delta, count in used))
+        together = -math.expm1(math.fsum(count * math.log1p(-delta) for delta, count in used))
         return min(1.0, together * (1 + 2.0**-50))
 
     def _largest(self):

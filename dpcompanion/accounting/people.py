@@ -119,8 +119,8 @@ def epsilons_of(
         [math.log1p(-kind.delta) if isinstance(kind, Guarantee) else 0.0 for kind in kinds],
         dtype=torch.float64,
     )
-    # Rounded up: a person for whom it reaches delta is asked alone.
-    infinite = -torch.expm1(rows.double() @ infinite) * (1 + 2.0**-50)
+    # Rounded up, for as many terms as are added: a person for whom it reaches delta is asked alone.
+    infinite = -torch.expm1(rows.double() @ infinite) * (1 + (len(kinds) + 4) * 2.0**-52)
     gridded &= infinite < delta
     found = torch.empty(len(rows), dtype=torch.float64)
     whole = [

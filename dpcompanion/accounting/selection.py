@@ -147,7 +147,7 @@ _TINY = 1e-4
 
 
 def _of_tiny_epsilon(epsilon, a):
-    """No (epsilon, 0)-DP mechanism has larger divergences, and none of order 1 is much smaller."""
+    """An upper bound for any (epsilon, 0)-DP mechanism (Bun and Steinke 2016, proposition 3.3)."""
     return (a * (epsilon**2 / 2)).clamp(max=epsilon)
 
 

@@ -351,7 +351,7 @@ class TrainingLoop:
         tracker = self.run.history.tracker
         # a filter of one's own need not say what it has spent
         spent = getattr(tracker and tracker.budget, "spent", None)
-        if spent is None or not bool((spent > 0).any()):
+        if not isinstance(spent, torch.Tensor) or not bool((spent > 0).any()):
             return
         warnings.warn(
             "filter has paid for another run, and examples without budget take no part: make a new "
