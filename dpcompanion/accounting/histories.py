@@ -104,10 +104,7 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
         )
     counts = counts.cpu()
     if sample_rate == 1:
-        each = 1 / torch.tensor(levels, dtype=torch.float64) ** 2
-        squares = torch.cat([part.double() @ each for part in counts.split(_ROWS)])
-        # A hair up for what adding up thousands of levels rounds.
-        return gaussian_epsilon(torch.sqrt(squares) * (1 + 2.0**-40), delta / ROUNDING)
+        return _without_sampling(counts, levels, delta)
     epsilon = torch.zeros(len(counts), dtype=torch.float64)
     if not counts.numel() or not len(used := counts.amax(dim=0).nonzero()[:, 0]):
         return epsilon
@@ -133,12 +130,27 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
                 epsilons_in_one_direction(part, between, own_steps, float(delta))[which],
                 out=found,
             )
+    # Next to no noise leaves losses that no tilt resolves.
+    unresolved = epsilon.isinf()
+    if unresolved.any():
+        epsilon[unresolved] = _without_sampling(counts[unresolved], levels, delta)
     return epsilon
 
 
+def _without_sampling(counts, levels, delta):
+    """Epsilon of histories whose steps take everybody, which is no less than that of a sample."""
+    each = 1 / torch.tensor(levels, dtype=torch.float64) ** 2
+    squares = torch.cat([part.double() @ each for part in counts.split(_ROWS)])
+    # A hair up for what adding up thousands of levels rounds.
+    return gaussian_epsilon(torch.sqrt(squares) * (1 + 2.0**-40), delta / ROUNDING)
+
+
 def _moments(counts, table):
-    """counts (n, levels) times a table (levels, m) of logarithms that may be infinite."""
-    return counts.double() @ table.clamp(max=_IMPOSSIBLE)
+    """counts (n, levels) times a table (levels, m) of logarithms that may be infinite, and then
+    have no part in what they are not counted in.
+    """
+    product = counts.double() @ table.clamp(max=_IMPOSSIBLE)
+    return product.masked_fill_(product > 0.5 * _IMPOSSIBLE, math.inf)
 
 
 def distinct_rows(counts):
@@ -177,7 +189,7 @@ def epsilons_in_one_direction(counts, levels, steps, delta):
     spread = math.sqrt(float(total.max())) * max(step.std for step in steps.values())
     narrow = min(step.std for step in steps.values())
     tilts = torch.from_numpy(
-        np.geomspace(1e-3 / max(spread, 1e-3), 1e2 / min(max(narrow, 1e-300), 1.0), 160)
+        np.geomspace(1e-3 / max(spread, 1e-3), 1e2 / min(max(narrow, 1e-12), 1.0), 160)
     )
     mgf = levels.blend(
         torch.stack(
@@ -282,10 +294,14 @@ def _bucket(counts, total, levels, steps, guess, tilt, delta):
     steps = [steps[node] for node in levels.sensitivities.tolist()]
     top, low = float(guess.max()), float(guess.min()) / 2
     most = float(total.max())
+    if not math.isfinite(top):
+        return 0.0, guess
     start, stop, _ = _window(counts, levels, steps, tilt, 0.0)
     # Four fifths of the tolerance would be the average; the rest covers what the chords add.
     interval = min(math.sqrt(12 * 0.8 * TOLERANCE * low / (most * (1 + tilt))), 0.2 / tilt)
     interval = max(interval, (stop - start) / (_LARGEST_GRID - 2))
+    if interval == 0:  # losses beyond what floats resolve: the guesses are bounds, too
+        return 0.0, guess
     start, stop, outside = _window(counts, levels, steps, tilt, interval)
     size = 1 << max(6, math.ceil(math.log2((stop - start) / interval + 2)))
     first = math.floor(start / interval)

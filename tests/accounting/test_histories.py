@@ -10,6 +10,8 @@ from dp_accounting.pld import privacy_loss_distribution
 
 from dpcompanion.accounting import compute_epsilon, gaussian_epsilon, histories
 from dpcompanion.accounting.histories import epsilon_of_histories
+from dpcompanion.accounting.levels import Levels
+from dpcompanion.accounting.loss import StepLoss
 
 from ..refusals import refuses
 
@@ -149,6 +151,27 @@ def test_only_rows_that_are_the_same_are_taken_for_the_same(monkeypatch):
     )
     rows, which = histories.distinct_rows(counts)
     assert torch.equal(rows[which], counts)
+
+
+@pytest.mark.parametrize("noise, rate", [(0.02, 0.01), (0.01, 0.5), (1e-4, 0.01)])
+def test_next_to_no_noise_has_a_large_epsilon_all_the_same(noise, rate):
+    """Such histories ended in a ZeroDivisionError or an OverflowError."""
+    found = epsilon_of_histories([[10]], sample_rate=rate, noise_multipliers=[noise], delta=1e-12)
+    run = dict(sample_rate=rate, noise_multiplier=noise, steps=10, delta=1e-12)
+    exact = compute_epsilon(**run)
+    assert exact * (1 - 2e-4) <= float(found[0]) <= 1.06 * exact
+
+
+def test_a_loss_that_hardly_varies_counts_whole():
+    """Where an example is added the loss at little noise is -ln(1 - q), nearly always. Its tilts
+    went up to 1e302, where a moment counted as the number that stands for an infinite one, and
+    the epsilon of this direction as 1e-271.
+    """
+    step = StepLoss(0.01, 0.02, "add", -80.0)
+    found = histories.epsilons_in_one_direction(
+        torch.tensor([[10]]), Levels.between([50.0], most=1), {50.0: step}, 1e-12
+    )
+    assert -10 * math.log1p(-0.01) - 2e-12 <= float(found[0]) <= 0.2
 
 
 def test_full_batches_are_one_gaussian_mechanism():
