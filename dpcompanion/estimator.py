@@ -168,7 +168,11 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         return self
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """Logits of each class, (rows, k)."""
+        """Logits of each class, (rows, k); for two classes their difference, (rows,)."""
+        logits = self._logits(X)
+        return logits[:, 1] - logits[:, 0] if logits.shape[1] == 2 else logits
+
+    def _logits(self, X):
         check_is_fitted(self)
         x = _columns(X)
         x = x if self.scaler_ is None else self.scaler_.transform(x)
@@ -176,12 +180,12 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Probability of each class, (rows, k)."""
-        return torch.from_numpy(self.decision_function(X)).softmax(1).numpy()
+        return torch.from_numpy(self._logits(X)).softmax(1).numpy()
 
     def predict(self, X: Any) -> np.ndarray:
         """The most probable class of each row, (rows,)."""
         check_is_fitted(self)  # before `classes_` is looked for
-        return self.classes_[self.decision_function(X).argmax(1)]
+        return self.classes_[self._logits(X).argmax(1)]
 
 
 def _columns(X):

@@ -85,6 +85,8 @@ def histograms(votes: Array, weights: Array, *, classes: int) -> torch.Tensor:
     votes, weights = torch.as_tensor(votes), torch.as_tensor(weights, dtype=torch.float64)
     _checks.in_interval("weights", weights, 0, math.inf, closed="left")
     _checks.in_interval("votes", votes, 0, _checks.whole_number("classes", classes, 2) - 1)
+    if votes.is_floating_point() and not torch.equal(votes, votes.round()):
+        raise ValueError("votes must be whole numbers, the classes from 0, got fractions")
     if votes.ndim != 2 or weights.shape != votes.shape[:1]:
         raise ValueError(
             f"votes must have shape (teachers, queries) and weights (teachers,), got "

@@ -366,3 +366,10 @@ def test_scores_in_pandas_count_in_their_order():
         == auc(torch.tensor(members), torch.tensor(nonmembers))
     )
     assert tpr_at_fpr(*series) == tpr_at_fpr(members, nonmembers)
+
+
+def test_a_ratio_of_scores_that_do_not_differ_is_no_nan():
+    masks = torch.tensor([[True], [True], [False], [False]])
+    shadows = torch.tensor([[10.0], [10.0], [0.0], [0.0]])
+    assert lira(torch.tensor([9.0]), shadows, masks) > 0 > lira(torch.tensor([1.0]), shadows, masks)
+    assert lira(torch.tensor([3.0]), 0 * shadows, masks).isfinite().all()

@@ -7,6 +7,7 @@ import torch
 from sklearn.base import clone
 from sklearn.datasets import load_digits
 from sklearn.exceptions import NotFittedError
+from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
@@ -172,3 +173,12 @@ def test_without_scikit_learn_it_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "dpcompanion.estimator")
     with pytest.raises(ImportError, match=r"dpcompanion\[data\]"):
         importlib.import_module("dpcompanion.estimator")
+
+
+def test_two_classes_have_one_decision_as_scikit_learn_asks():
+    few = LABELS < 2
+    found = DPLogisticRegression(**RUN | {"classes": (0, 1)}).fit(DIGITS[few], LABELS[few])
+    decision = found.decision_function(DIGITS[few])
+    assert decision.shape == (few.sum(),)
+    assert (found.predict(DIGITS[few]) == found.classes_[(decision > 0).astype(int)]).all()
+    assert roc_auc_score(LABELS[few], decision) > 0.9

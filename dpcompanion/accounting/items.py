@@ -225,7 +225,11 @@ class PersonalCosts:
     @classmethod
     def each(cls, items: Sequence[Item], which: Any) -> "PersonalCosts":
         """Person i has the whole of ``items[which[i]]``."""
-        which = torch.as_tensor(which, dtype=torch.int64)
+        which = torch.as_tensor(_checks.unlabelled(which))
+        _checks.in_interval("which", which, 0, max(len(items) - 1, 0))
+        if which.is_floating_point() and not torch.equal(which, which.round()):
+            raise ValueError("which must be whole numbers, the places of items, got fractions")
+        which = which.to(torch.int64)
         ones = [one_of_many(item) for item in items]
         kinds = tuple(dict.fromkeys(kind for kind, _ in ones))
         rows = torch.zeros(len(items), len(kinds), dtype=torch.int64)
@@ -306,6 +310,8 @@ class LedgerEntry:
             raise ValueError(f"label must be a text, got {self.label!r}")
         if self.people is not None:
             indices = torch.as_tensor(_checks.unlabelled(self.people))
+            if not indices.numel():  # of nobody: an empty list says nothing of a type
+                indices = indices.to(torch.int64)
             if indices.ndim != 1 or indices.is_floating_point() or indices.dtype == torch.bool:
                 raise ValueError(
                     f"people must be indices of shape (m,), got {tuple(indices.shape)} "

@@ -160,6 +160,8 @@ class _Bounded:
     """A loss from -most to most; its law under the pair's first distribution has a closed form."""
 
     log_capped = -math.inf
+    # Grid points and pieces of one loss at most: about a gigabyte.
+    points = 2**23
 
     def __init__(self, most):
         self.most = most
@@ -182,7 +184,16 @@ class _Bounded:
         return max((low - 2 * here + high) / step**2, 1e-12 * self.most**2)
 
     def discretize(self, interval, tilt):
-        """As `StepLoss.discretize`."""
+        """As `StepLoss.discretize`.
+
+        Raises:
+            NoGrid: for a loss of too many grid points.
+        """
+        if not (size := 2 * self.most / interval + 20 * self.most) <= self.points:
+            raise NoGrid(
+                f"a loss of up to {self.most:g} takes {size:.1g} grid points and pieces, at most "
+                f"{self.points} are possible"
+            )
         loss, log_mass = self._pieces(interval)
         scale = float(self.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
         first = math.floor(-self.most / interval)
@@ -241,6 +252,8 @@ class LaplaceLoss(_Bounded):
 
 class WorstLoss(_Bounded):
     """The finite part of the worst loss under (epsilon, delta)-DP; its masses sum to 1 - delta."""
+
+    points = 2**27
 
     def __init__(self, epsilon, delta):
         self._log_high = math.log1p(-delta) - math.log1p(math.exp(-epsilon))

@@ -146,7 +146,9 @@ def _normal(shadows, chosen, variance):
     mean = torch.where(chosen, shadows, 0).sum(0) / count
     squares = torch.where(chosen, (shadows - mean) ** 2, 0).sum(0)
     spread = squares / (count - 1) if variance == "each" else squares.sum() / (count - 1).sum()
-    return mean, spread.clamp(min=torch.finfo(shadows.dtype).tiny)
+    # Scores that do not differ have the spread of their rounding, lest it be divided by 0.
+    digits = torch.finfo(shadows.dtype).eps * shadows.abs().amax(0).clamp(min=1e-9)
+    return mean, torch.maximum(spread, digits**2)
 
 
 def _check_scores(targets, shadows, masks, variance):

@@ -31,6 +31,7 @@ from dpcompanion.idp.parameters import (
     scale_parameters,
 )
 from dpcompanion.training import distributed
+from dpcompanion.training.checkpoints import read_back
 
 METHODS = ("sample", "scale", "combined")
 MODES = ("hooks", "functorch", "ew", "ghost")
@@ -517,7 +518,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         buffer = io.BytesIO()
         super().save_checkpoint(path=buffer, **self._without_shards(options))
         try:
-            content = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+            content = read_back(buffer)
         except pickle.UnpicklingError as error:
             raise ValueError(
                 "checkpoint_dict and states must hold numbers, text, tensors, and lists and dicts "

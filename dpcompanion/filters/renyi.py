@@ -281,7 +281,8 @@ class RenyiFilter(NormInput):
     def _in_range(self, norms):
         # A norm that was clipped to C may come a little above it where fewer digits are kept; it
         # pays the full share.
-        slack = 1e-6 if getattr(norms, "dtype", None) == torch.float32 else 1e-12
+        kind = str(getattr(norms, "dtype", "")).removeprefix("torch.")  # PyTorch's or NumPy's
+        slack = 1e-6 if kind == "float32" else 1e-12
         return self._checked_norms(norms, self.max_grad_norm, slack)
 
     def _admit(self, norms):

@@ -80,10 +80,19 @@ def loaded_at_once(x):
     return min(512, max(16, 2**22 // max(1, x[0].numel())))
 
 
+def unwrapped(model):
+    """The model within a wrapper of Opacus; any other as it is, whatever its attributes are called.
+
+    What carries the hooks need not be a module itself.
+    """
+    wraps = any(each.__module__.partition(".")[0] == "opacus" for each in type(model).__mro__)
+    return model._module if wraps else model
+
+
 @contextlib.contextmanager
 def undisturbed(model):
     """The model in evaluation mode, without hooks of Opacus' GradSampleModule; then as it was."""
-    inner = getattr(model, "_module", model)  # what carries the hooks need not be a module itself
+    inner = unwrapped(model)
     modes = {module: module.training for module in inner.modules()}
     hooked = getattr(model, "hooks_enabled", False)
     inner.eval()

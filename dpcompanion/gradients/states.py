@@ -50,6 +50,24 @@ def state_of(model: torch.nn.Module, *, parameters: bool = True, numbers: bool =
     return hooks, _Look(numbers).modules(model, {} if parameters else None)
 
 
+def changed(before: Any, after: Any) -> str:
+    """The names of attributes or modules in which two states of one model differ, at most three.
+
+    >>> model = torch.nn.Sequential(torch.nn.Dropout())
+    >>> before = state_of(model)
+    >>> model[0].p = 0.25
+    >>> changed(before, state_of(model))
+    "'0.p'"
+    """
+    found = []
+    for one, other in zip(before[1], after[1]):
+        if one != other:
+            mine, theirs = (dict(each[-1]) if len(each) > 2 else {} for each in (one, other))
+            names = [own for own, value in theirs.items() if mine.get(own) != value] or [""]
+            found += [f"{other[0]}.{own}".strip(".") or "the whole" for own in names]
+    return ", ".join(map(repr, found[:3]))
+
+
 def seen_in(function: Any) -> Any:
     """As `state_of`, of a function or another object that is called."""
     return _Look(numbers=True).value(function, _DEPTH)

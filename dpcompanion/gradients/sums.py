@@ -144,7 +144,7 @@ def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=Non
 
 def grouping(model, x):
     """How a network's rows belong to its examples (`training.people`), or None: one each."""
-    return model.grouping(x) if hasattr(model, "grouping") else None
+    return model.dpcompanion_grouping(x) if hasattr(model, "dpcompanion_grouping") else None
 
 
 def bytes_left(model, loss, x, y, method, precision=None):

@@ -1,5 +1,6 @@
 """`PersonalTrainer`: the Trainer of `transformers` whose step is one of `training.train`."""
 
+import contextlib
 import copy
 import json
 import math
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainingArguments
 
@@ -40,6 +42,9 @@ STATE = "privacy.pt"
 #: The file of the output folder that holds the card, and which runs have finished there.
 CARD = "privacy.json"
 
+# What the Trainer's own loop is told: it takes one step for each draw, and neither clips nor casts.
+_OWN_LOOP = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0, "bf16": False}
+
 # Arguments of the Trainer that would void the account or that no step of ours takes.
 _REFUSED = {
     "fp16": "its scaler looks at gradients before the noise; use bf16",
@@ -63,6 +68,13 @@ class _Step(TrainingLoop):
 
     def take_step(self) -> None:
         self.ready = True
+
+
+def _fixed(model):
+    """The batch norms whose statistics are fixed: they stay in evaluation mode."""
+    return [
+        layer for layer in model.modules() if isinstance(layer, _BatchNorm) and not layer.training
+    ]
 
 
 def _check(args, train_dataset, privacy, options):
@@ -193,10 +205,11 @@ class PersonalTrainer(Trainer):
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self._max_grad_norm = args.max_grad_norm
         self._precision = "bf16" if args.bf16 else None
-        # The Trainer's own loop takes one step for each draw, and neither clips nor casts.
+        self._given = {name: getattr(args, name) for name in _OWN_LOOP}
         args = copy.copy(args)
-        args.gradient_accumulation_steps, args.max_grad_norm, args.bf16 = 1, 0.0, False
+        vars(args).update(_OWN_LOOP)
         super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
+        self._frozen = _fixed(self.model)
         people = privacy.people
         columns = [name for name in (people, privacy.budgets) if isinstance(name, str)]
         if isinstance(people, str):
@@ -296,6 +309,20 @@ class PersonalTrainer(Trainer):
                 key.unlink(missing_ok=True)
         return found
 
+    @contextlib.contextmanager
+    def _as_given(self):
+        """The arguments as the caller gave them, for what is written down of the run."""
+        vars(self.args).update(self._given)
+        try:
+            yield
+        finally:
+            vars(self.args).update(_OWN_LOOP)
+
+    def save_model(self, *arguments: Any, **options: Any) -> None:
+        """As in Trainer, with the arguments of the run as they were given."""
+        with self._as_given():
+            super().save_model(*arguments, **options)
+
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
@@ -305,6 +332,11 @@ class PersonalTrainer(Trainer):
             The mean loss of the persons in the step, without noise; nan for an empty draw.
         """
         model.train()
+        for layer in self._frozen:
+            layer.eval()
+        begin = getattr(self.optimizer, "train", None)  # as of schedule-free ones
+        if callable(begin):
+            begin()
         loop = self._loop if self._loop is not None else self._begin()
         if loop.ready:
             raise ValueError(
@@ -598,7 +630,8 @@ class PersonalTrainer(Trainer):
 
     def create_model_card(self, *arguments: Any, **options: Any) -> None:
         """The Trainer's model card, with a section on privacy at its end."""
-        super().create_model_card(*arguments, **options)
+        with self._as_given():
+            super().create_model_card(*arguments, **options)
         path = pathlib.Path(str(self.args.output_dir)) / "README.md"
         if self.is_world_process_zero() and path.exists():
             text = path.read_text(encoding="utf-8")

@@ -147,14 +147,18 @@ class Chapter:
         Args:
             exhibit: its name.
             live, recorded: a record, or dotted name -> number.
-            keys: which rows; by default all that the paper prints.
+            keys: which rows; by default all that the paper prints, but for what it was given where
+                there is nothing of ours beside it.
             labels: dotted name -> what the first column says, or a function that makes that of the
                 keys.
             stale: whether `recorded` is stale; by default what a record's experiment says of it.
             options: of `comparison.compare`.
         """
         name = self.name(exhibit)
-        keys = list(published.exhibit(name).flat() if keys is None else keys)
+        if keys is None:
+            paper, ours = published.exhibit(name), {**_values(recorded), **_values(live)}
+            keys = [key for key in paper.flat() if key in ours or not paper.is_given(key)]
+        keys = list(keys)
         if stale is None:
             stale = isinstance(recorded, Record) and _is_stale(recorded)
         return comparison.compare(
@@ -263,6 +267,10 @@ class Exhibits(Chapter):
         return super().show(exhibit, live=live, **options)
 
 
+def _values(found: Record | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    return found.values if isinstance(found, Record) else found or {}
+
+
 def _is_stale(record: Record) -> bool:
     return experiments.get(record.name).is_stale(record)
 
@@ -334,7 +342,7 @@ def _remains(one: scoreboard.ExhibitStatus) -> list[str]:
 def _folded(made: comparison.Comparison) -> "list[comparison.Comparison | Unfolding]":
     """A comparison as parts: long ones unfold, and what was not run stands apart."""
     if len(made.rows) <= ROWS:
-        return [made]
+        return [made] if made.rows else []
     ours = made.only(lambda row: row.recorded is not None or row.live is not None)
     rest = made.only(lambda row: row.recorded is None and row.live is None)
     parts = [

@@ -207,8 +207,8 @@ def compare(
             task; they then stand beside the print under this head, and are not held against it.
 
     What is held against the paper is the recorded number, which has the paper's scale, and the live
-    one where nothing is recorded. Raises ValueError for an unknown exhibit, name or verdict, and
-    for lists of another length.
+    one where nothing is recorded; settings and other numbers that are `given` have no verdict.
+    Raises ValueError for an unknown exhibit, name or verdict, and for lists of another length.
     """
     paper = published.exhibit(exhibit) if exhibit is not None else None
     printed = paper.flat() if paper else {}
@@ -236,7 +236,9 @@ def compare(
             candidates = (old,) if task else (new, old) if stale else (old, new)
             ours = next((value for value in candidates if value is not None), None)
             row = _row(label, print_, old, new, ours, word=word, points=point, tolerance=tolerance)
-            if row.verdict == "not run" and paper and paper.is_beyond(key):
+            if paper and paper.is_given(key) and key not in verdicts:
+                row = dataclasses.replace(row, verdict="", deviation="")
+            elif row.verdict == "not run" and paper and paper.is_beyond(key):
                 row = dataclasses.replace(row, verdict="out of reach")
             rows.append(row)
     return Comparison(rows, stale, task)

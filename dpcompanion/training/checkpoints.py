@@ -22,6 +22,7 @@ import os
 import pathlib
 import pickle
 import warnings
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +50,8 @@ class Checkpoint:
             a seed that is used on others is warned of.
         every: steps from one writing to the next; an epoch's by default.
         stateful: {name: object} of more to save and restore, by state_dict and load_state_dict,
-            such as a scheduler.
+            such as a scheduler. Their states hold numbers, text, tensors, and lists and dicts of
+            them; arrays of NumPy come back as tensors.
 
     Raises:
         ValueError: a path that is none, an `every` below 1, or an object without the two methods.
@@ -117,10 +119,80 @@ def plain(value):
     )
 
 
+# Of what `torch.load` reads back without running code.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+# What NumPy's numbers and arrays are made of when they are read back.
+_NUMPY = [
+    np.float64(0).__reduce__()[0],
+    np.zeros(0).__reduce__()[0],
+    np.ndarray,
+    np.dtype,
+    *(type(np.dtype(kind)) for kind in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")),
+    *(type(np.dtype(kind)) for kind in ("f2", "f4", "f8")),
+]
+
+
+def read_back(buffer):
+    """What `torch.save` wrote, without running code and `without_numpy`.
+
+    Raises:
+        pickle.UnpicklingError: for what is no number, text, tensor, list or dict.
+    """
+    with torch.serialization.safe_globals(_NUMPY):
+        return without_numpy(torch.load(io.BytesIO(buffer.getvalue()), weights_only=True))
+
+
+def without_numpy(value: Any) -> Any:
+    """`value` with Python's numbers in place of NumPy's and tensors in place of its arrays, in
+    dicts, lists and tuples.
+
+    >>> without_numpy({"lr": np.float64(0.5), "betas": (np.float32(0.5), 0.75)})
+    {'lr': 0.5, 'betas': (0.5, 0.75)}
+    """
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return torch.as_tensor(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        items = {key: without_numpy(item) for key, item in value.items()}
+        return items if any(items[key] is not item for key, item in value.items()) else value
+    if type(value) is list:
+        return [without_numpy(item) for item in value]
+    if type(value) is tuple:
+        return tuple(without_numpy(item) for item in value)
+    return value
+
+
+def _odd(value, name):
+    """(names, type) of an entry that `torch.load` may not read back without running code, or None.
+
+    A module's state may hold tensors of any kind; and containers are looked into.
+    """
+    if isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return next(filter(None, (_odd(item, f"{name}.{key}") for key, item in items)), None)
+    return None if type(value) in _PLAIN or isinstance(value, torch.Tensor) else (name, type(value))
+
+
 def write_checkpoint(path, content):
-    """Write `content`, of `plain`'s types, whole or not at all, under a sha256 of its bytes."""
-    buffer = io.BytesIO()
+    """Write `content`, of `plain`'s types or NumPy's, whole or not at all, under a sha256 of its
+    bytes.
+
+    Raises:
+        ValueError: for an entry that could not be read back.
+    """
+    content, buffer = without_numpy(content), io.BytesIO()
     torch.save(content, buffer)
+    if odd := next(filter(None, (_odd(item, str(key)) for key, item in content.items())), None):
+        try:
+            read_back(buffer)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                "a checkpoint must hold numbers, text, tensors, and lists and dicts of them, got "
+                f"{odd[1].__name__} in {odd[0]!r}"
+            ) from error
     payload = buffer.getvalue()
     _files.replace(path, _MAGIC + hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload)
 

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from dpcompanion._devices import to_device
 from dpcompanion._types import Loss
-from dpcompanion.gradients import checks, proof
+from dpcompanion.gradients import checks, proof, traces
 from dpcompanion.training.checkpoints import digest_of
 from dpcompanion.training.collating import Reader, called, targets_in, tensors_in
 from dpcompanion.training.owners import is_array
@@ -112,7 +112,7 @@ class Items:
     @functools.cached_property
     def probe(self) -> tuple[Any, Any]:
         """Examples to try model and method on: the 64 that would be looked at in tensors."""
-        with torch.random.fork_rng(devices=[]):
+        with traces.drawing_alike(torch.device("cpu")):
             torch.manual_seed(0)
             return self.rows(proof.rows_to_look_through(len(self)).sort().values)
 

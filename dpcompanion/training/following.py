@@ -11,6 +11,7 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._devices import to_device
 from dpcompanion.gradients import proof, traces
+from dpcompanion.gradients.passes import unwrapped
 from dpcompanion.training.collating import same_parts
 from dpcompanion.training.examples import Tensors, examples_of
 from dpcompanion.training.people import OfPersons, PersonItems
@@ -96,7 +97,7 @@ def check_follows(tracker, plan, model, loss, data):
             "trackers must keep accounts of the plan (IndividualAccountant.for_plan), but their n, "
             f"sample_rate, max_grad_norm and noise_multiplier are {tuple(mine.values())}"
         )
-    if getattr(passes.model, "_module", passes.model) is not getattr(model, "_module", model):
+    if unwrapped(passes.model) is not unwrapped(model):
         raise ValueError(
             "trackers must follow the model that is trained, but one was made with another"
         )

@@ -58,6 +58,8 @@ from dpcompanion.training.tracking import tracker_of
 
 _FORMAT = 4
 _KEYS = ("identity", "step", "model", "optimizer", "generators", "stateful", "history")
+# Proofs that are repeated before a user hears that they are.
+_OFTEN = 8
 
 
 def train(
@@ -265,6 +267,8 @@ def _take_steps(loop, callbacks, checkpoint, ranks, progress):
 class TrainingLoop:
     """A DP-SGD run: what was given, checked, and its steps, for `train` and `PersonalTrainer`."""
 
+    proved_again = 0
+
     def __init__(
         self,
         model,
@@ -381,7 +385,16 @@ class TrainingLoop:
         """As `prove`, if the model is in another state than that which was proved: a layer that has
         woken up, a flag, a hook.
         """
-        if states.state_of(self.run.model) != self.state:
+        state = states.state_of(self.run.model)
+        if state != self.state:
+            self.proved_again += 1
+            if self.proved_again == _OFTEN:
+                warnings.warn(
+                    "the model is proved again in each step, which is slow, because a pass changes "
+                    f"{states.changed(self.state, state)} of it: keep such notes outside the model",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             with self.unnoticed():
                 self.prove(self.run.model)
 

@@ -39,7 +39,7 @@ class NormPasses:
     def measure(self):
         """The norms at the present weights, (n,) float64."""
         # In its modes: a pass is made in evaluation mode.
-        checks.check_model(getattr(self.model, "_module", self.model))
+        checks.check_model(passes.unwrapped(self.model))
         asked = self.performance
         if self._proved is None or passes.state_of(self.model) != self._proved:
             self._method = passes.resolve_method(

@@ -59,7 +59,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dpcompanion import _checks
 from dpcompanion._types import Array
-from dpcompanion.gradients import checks, proof
+from dpcompanion.gradients import checks, proof, traces
 from dpcompanion.gradients.batches import Batch, tree_of
 from dpcompanion.training.checkpoints import digest_of
 from dpcompanion.training.collating import Reader, call, called, targets_in
@@ -203,7 +203,7 @@ class OfPersons(Ownership, abc.ABC):
     @functools.cached_property
     def probe(self) -> tuple[Batch, Batch]:
         """Persons to try model and method on: 64 that are spread over all of them, or fewer."""
-        with torch.random.fork_rng(devices=[]):
+        with traces.drawing_alike(torch.device("cpu")):
             torch.manual_seed(0)
             return self.rows(proof.rows_to_look_through(len(self)).sort().values)
 
@@ -316,13 +316,13 @@ class PersonNetwork(torch.nn.Module):
         self.model = model
         self.training = model.training
 
-    def grouping(self, x: Batch) -> "Grouping":
+    def dpcompanion_grouping(self, x: Batch) -> "Grouping":
         """Where the rows are that `forward` computes on."""
         return Grouping(x[PRESENT], everything=draws_at_random(self.model))
 
     def forward(self, x: Batch) -> Any:
         """Outputs of all rows, 0 where there is none."""
-        group = self.grouping(x)
+        group = self.dpcompanion_grouping(x)
         outputs = call(self.model, x.map(group.take))
         kept = [
             t

@@ -22,6 +22,7 @@ from dpcompanion.accounting import (
     Laplace,
     Ledger,
     LedgerEntry,
+    PersonalCosts,
     SampledGaussian,
     compute_delta,
     compute_epsilon,
@@ -473,3 +474,21 @@ def test_a_statement_says_whose_deltas_leave_no_epsilon():
         "Together epsilon inf at delta 1e-05: the items' deltas reach 2e-05, more than delta."
     )
     assert "reach" not in ledger.statement(1e-4)
+
+
+@pytest.mark.parametrize(
+    "item, epsilon", [(Laplace(1e-5), 1e5), (Laplace(1e-9), 1e9), (Guarantee(1000.0, 1e-6), 1000.0)]
+)
+def test_a_bounded_loss_that_no_grid_holds_costs_its_bound(item, epsilon):
+    """Its grid was made whole, of tens of gigabytes."""
+    found = Ledger([item]).epsilon(1e-5)
+    assert epsilon * (1 - 1e-4) <= found <= epsilon
+
+
+def test_nobody_is_a_set_of_people_and_places_of_items_are_whole_numbers():
+    entry = LedgerEntry(Gaussian(1.0), people=torch.zeros(0, dtype=torch.int64))
+    assert entry.people == () and LedgerEntry(Gaussian(1.0), people=[]).size == 0
+    items = [Guarantee(5.0, 0.0), Guarantee(0.1, 0.0)]
+    for which in ([0, -1], [0, 0.5], [0, 2]):
+        with pytest.raises(ValueError, match="which"):
+            PersonalCosts.each(items, which)

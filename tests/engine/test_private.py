@@ -4,6 +4,7 @@ import inspect
 import io
 import math
 
+import numpy as np
 import pytest
 import torch
 from opacus import PrivacyEngine
@@ -1143,3 +1144,14 @@ def test_a_range_of_noise_holds_in_the_engine_and_goes_with_sampling_alone():
         engine.sample_rates.sum()
     )
     refused("noise_range", private, method="scale", noise_range=(3.0, 3.0))
+
+
+def test_learning_rates_of_numpy_come_back_from_a_checkpoint(tmp_path):
+    engine, model, optimizer, loader = private(epochs=2)
+    steps(model, optimizer, loader)
+    optimizer.param_groups[0]["lr"] = np.float64(0.25)
+    engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    again, second, second_optimizer, _ = private(epochs=2)
+    again.load_checkpoint(path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
+    assert second_optimizer.param_groups[0]["lr"] == 0.25
+    assert type(second_optimizer.param_groups[0]["lr"]) is float

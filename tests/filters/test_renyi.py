@@ -4,6 +4,7 @@ to them.
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -328,3 +329,17 @@ def test_attributes_are_copies_so_that_a_caller_restores_no_budget():
         with pytest.raises(AttributeError):
             setattr(filter, name, getattr(filter, name))
     assert torch.equal(filter.epsilon(1e-5), untouched.epsilon(1e-5))
+
+
+def test_norms_in_float32_of_numpy_are_taken_and_none_that_is_complex_or_keeps_a_graph():
+    budget = dict(target_epsilons=1.0, target_delta=1e-5)
+    filter = RenyiFilter.for_epsilon(2, **budget, **RUN)
+    clipped = np.minimum(np.array([0.7, 0.1], dtype=np.float32), np.float32(0.1 * 5))
+    assert filter.clip_norms(clipped)[0] == 0.5
+    third = RUN | {"max_grad_norm": 0.1}  # whose float32 is above it
+    filter = RenyiFilter.for_epsilon(2, **budget, **third)
+    assert filter.clip_norms(np.array([0.1, 0.05], dtype=np.float32))[0] == 0.1
+    filter.clip_norms(torch.tensor([0.1, 0.05], requires_grad=True))
+    assert not filter.spent.requires_grad
+    with pytest.raises(ValueError, match="norms"):
+        filter.clip_norms(torch.tensor([0.05 + 5j, 0.01]))

@@ -503,3 +503,72 @@ def test_epochs_count_persons(tmp_path):
     trainer.train()
     assert trainer.plan.n == 9 and trainer.taken == trainer.plan.steps == 2 * round(9 / 6)
     assert round(float(trainer.plan.expected_batch_size), 9) == 6
+
+
+class Normed(torch.nn.Module):
+    """A classifier with a batch norm, in the signature of `transformers`."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)
+
+    def forward(self, x, labels=None):
+        logits = self.head(self.norm(x))
+        return {"logits": logits}
+
+
+def test_batch_norms_in_evaluation_mode_stay_in_it(tmp_path):
+    torch.manual_seed(0)
+    model = Normed().eval()
+    before = model.norm.running_mean.clone()
+    rows = [{"x": torch.randn(4) + 3, "labels": i % 3} for i in range(24)]
+    trainer = trainer_of(
+        tmp_path,
+        model=model,
+        rows=rows,
+        privacy={
+            "loss": lambda outputs, batch: torch.nn.functional.cross_entropy(
+                outputs["logits"], batch["labels"], reduction="none"
+            )
+        },
+        remove_unused_columns=False,
+    )
+    trainer.train()
+    assert trainer.taken == 3 and torch.equal(model.norm.running_mean, before)
+    assert model.training and not model.norm.training
+
+
+class ScheduleFree(torch.optim.SGD):
+    """An optimizer that must be told when training begins, as those of schedulefree must."""
+
+    training = False
+
+    def train(self):
+        self.training = True
+
+    def eval(self):
+        self.training = False
+
+
+def test_an_optimizer_with_modes_is_put_into_training(tmp_path):
+    model = model_of("bert", lora=True)
+    optimizer = ScheduleFree([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(optimizer.training))
+    trainer_of(tmp_path, model=model, given={"optimizers": (optimizer, None)}).train()
+    assert seen == [True] * 3
+
+
+def test_arguments_are_written_down_as_they_were_given(tmp_path):
+    trainer = trainer_of(
+        tmp_path,
+        lora=True,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=3,
+        max_grad_norm=0.7,
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    kept = torch.load(tmp_path / "saved" / "training_args.bin", weights_only=False)
+    assert (kept.gradient_accumulation_steps, kept.max_grad_norm) == (3, 0.7)
+    assert (trainer.args.gradient_accumulation_steps, trainer.args.max_grad_norm) == (1, 0.0)

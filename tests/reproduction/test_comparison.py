@@ -68,7 +68,10 @@ def test_rows_keep_the_papers_order_and_unknown_names_are_refused():
     )
     assert [row.label for row in table.rows] == ["mnist.sigma", "svhn.sigma", "extra"]
     assert repr(table).splitlines()[-1].split() == ["extra", "1.235e+04"]
-    assert compare("idp-sgd/table-5", keys=["mnist.clip"]).counts() == {"not run": 1}
+    assert compare("idp-sgd/table-5", keys=["mnist.sigma"]).counts() == {"not run": 1}
+    # A setting has no verdict, whatever stands beside it.
+    for live in ({}, {"mnist.clip": 0.2}, {"mnist.clip": 7.0}):
+        assert compare("idp-sgd/table-5", live=live, keys=["mnist.clip"]).rows[0].verdict == ""
     refused("keys", compare, "idp-sgd/table-5", keys=["mnist.tau"])
     refused(
         "verdicts",

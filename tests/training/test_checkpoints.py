@@ -2,11 +2,13 @@
 they stopped.
 """
 
+import contextlib
 import itertools
 import os
 import stat
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,6 +53,7 @@ def plan(**changes):
 def run(
     stop_at=None, path=None, every=None, optimizer=torch.optim.SGD, made_with=None, **arguments
 ):
+    """Weights and history of a run with a checkpoint at `path`, or the one given."""
     model = models.linear(5, 3, seed=0).double()
 
     def stop(state):
@@ -62,11 +65,10 @@ def run(
         cross_entropy,
         data(),
         plan(),
-        optimizer=optimizer(model.parameters(), lr=0.1, **(made_with or {})),
+        optimizer=optimizer(model.parameters(), **{"lr": 0.1, **(made_with or {})}),
         callbacks=Callbacks(on_step=stop),
         progress=False,
-        checkpoint=None if path is None else Checkpoint(path, every),
-        **arguments,
+        **{"checkpoint": None if path is None else Checkpoint(path, every), **arguments},
     )
     return torch.cat([p.detach().flatten() for p in model.parameters()]), history
 
@@ -258,3 +260,35 @@ def test_a_checkpoint_of_a_run_with_another_tracker_is_refused_by_its_name(tmp_p
     with pytest.raises(InterruptedError):
         run(stop_at=7, path=path, every=3)
     refused("track, filter and trackers", run, path=path, track=Track(clipping="individual"))
+
+
+class Meter:
+    """Something to be saved with a run that computes by NumPy."""
+
+    def __init__(self, kept):
+        self.kept = kept
+
+    def state_dict(self):
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state):
+        self.kept = state["kept"]
+
+
+def test_numbers_of_numpy_come_back_from_a_checkpoint(tmp_path):
+    """A learning rate from `np.logspace` made checkpoints that nothing could read."""
+    made_with = {"lr": np.logspace(-2, -1, 3)[1], "weight_decay": np.float64(0.01)}
+    path, found = tmp_path / "run.pt", []
+    for stop_at in (7, None):
+        meter = Meter(np.arange(3.0) if stop_at else np.zeros(3))
+        kept = Checkpoint(path, 3, stateful={"meter": meter})
+        with contextlib.suppress(InterruptedError):
+            run(stop_at=stop_at, seed=1, made_with=made_with, checkpoint=kept)
+        found.append(torch.as_tensor(meter.kept).tolist())
+    assert found == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_what_could_not_be_read_back_is_refused_by_name_when_it_is_written(tmp_path):
+    kept = Checkpoint(tmp_path / "run.pt", 3, stateful={"meter": Meter([object])})
+    with pytest.raises(ValueError, match="got type in 'stateful.meter.kept.0'"):
+        run(seed=1, checkpoint=kept)

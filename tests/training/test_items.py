@@ -345,3 +345,27 @@ def test_tensors_take_no_collate_function():
         refused(
             "collate_fn", one_step, torch.nn.Linear(2, 2), cross_entropy, data, 4, collate_fn=list
         )
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_targets_may_be_drawn_by_any_generator_and_a_run_goes_on(draw, tmp_path):
+    """The digest of such targets was another at each start."""
+    plan = DPSGDPlan(
+        n=N, sample_rate=0.5, steps=2, max_grad_norm=CLIP, noise_multiplier=1.0, delta=1e-2
+    )
+    for _ in range(2):
+        model = Texts()
+        history = train(
+            model,
+            weighted,
+            items(),
+            plan,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            seed=2,
+            collate_fn=lambda rows: (
+                padded(rows) | {"weight": torch.tensor([float(draw() < 0.5) for _ in rows])}
+            ),
+            checkpoint=Checkpoint(tmp_path / "run.pt"),
+            progress=False,
+        )
+        assert history.steps == 2

@@ -800,3 +800,33 @@ def test_a_model_that_overwrites_its_inputs_leaves_the_data_as_they_were():
     tracker = NormTracker.for_plan(plan, model, cross_entropy, data)
     run(data, plan, model=model, trackers=[tracker])
     assert torch.equal(data[0], before)
+
+
+class Noting(nn.Module):
+    """A layer that counts its passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.passes = nn.Linear(4, 3), 0
+
+    def forward(self, x):
+        self.passes += 1
+        return self.inner(x)
+
+
+def test_a_user_hears_that_a_model_is_proved_again_in_each_step():
+    model = Noting()
+    x, y = torch.randn(40, 4), torch.arange(40) % 3
+    plan = DPSGDPlan(
+        n=40, sample_rate=0.2, steps=10, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3
+    )
+    with pytest.warns(RuntimeWarning, match="a pass changes 'passes' of it"):
+        train(
+            model,
+            cross_entropy,
+            (x, y),
+            plan,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            seed=1,
+            progress=False,
+        )

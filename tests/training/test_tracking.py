@@ -846,3 +846,24 @@ def test_an_example_has_one_index(indices):
     tracker = NormTracker.for_plan(plan, network(), cross_entropy, data, clipping="individual")
     tracker.before_step()
     refused("indices", tracker.after_step, indices, clipped=[0.0, 0.0])
+
+
+class Scaled(nn.Module):
+    """A model whose part has the name that Opacus's wrappers have for the model within."""
+
+    def __init__(self):
+        super().__init__()
+        self._module = network().double()
+
+    def forward(self, x):
+        return 0.01 * self._module(x)
+
+
+def test_a_part_of_a_model_is_not_taken_for_the_model_within_a_wrapper():
+    """Its norms were measured, without what the model does with its outputs."""
+    data, plan = problem(steps=2)
+    model = Scaled().double()
+    tracker = tracked(data, plan, model, keep_norms=True)
+    run(data, plan, model, tracker)
+    before = gradient_norms(Scaled().double(), cross_entropy, *data)
+    assert torch.allclose(tracker.norms_of_passes[1][0].double(), before, rtol=1e-6)

@@ -53,7 +53,12 @@ def figure_11(config, run):
     "correlation 0.5 or more)",
 )
 def risk_follows_epsilon(record):
+    """Not of MNIST, where the attack finds nothing with DP or without: the first version says so,
+    and the second makes the claim for CIFAR-10 and UTKFace.
+    """
     for name in reported(record):
+        if name in ("mnist", "mnist_cnn"):
+            continue
         epsilon, success = (
             record.values[f"{name}.{key}"] for key in ("mean_epsilon", "nonprivate.success")
         )
