@@ -85,8 +85,8 @@ def unwrapped(model):
 
     What carries the hooks need not be a module itself.
     """
-    wraps = any(each.__module__.partition(".")[0] == "opacus" for each in type(model).__mro__)
-    return model._module if wraps else model
+    wraps = any(each.__module__.startswith("opacus.grad_sample") for each in type(model).__mro__)
+    return getattr(model, "_module", model) if wraps else model
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ def changed(before: Any, after: Any) -> str:
             mine, theirs = (dict(each[-1]) if len(each) > 2 else {} for each in (one, other))
             names = [own for own, value in theirs.items() if mine.get(own) != value] or [""]
             found += [f"{other[0]}.{own}".strip(".") or "the whole" for own in names]
-    return ", ".join(map(repr, found[:3]))
+    return ", ".join(map(repr, found[:3])) or "hooks"
 
 
 def seen_in(function: Any) -> Any:
