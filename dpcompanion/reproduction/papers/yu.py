@@ -175,11 +175,14 @@ def outcome(model, loss, x, y):
     return loss(outputs, y), outputs.argmax(1) == y
 
 
-def microbatch_size(device):
+def microbatch_size(device, model):
     """Examples in one pass: on a GPU, which waits for launches otherwise, as many as leave the
-    gradients of ResNet-20 within what is held at once.
+    gradients of ResNet-20 within what is held at once; on a processor what the library chooses, but
+    128 for ResNet-20, a tenth faster than its 32 where a core has a cache of 2 MiB.
     """
-    return None if torch.device(device).type == "cpu" else 960
+    if torch.device(device).type != "cpu":
+        return 960
+    return 128 if model == "resnet20" else None
 
 
 def sgd(parameters, learning_rate, steps, *, momentum, weight_decay, cosine):
@@ -195,7 +198,8 @@ def trackers_of(task, plan, model, loss, data, chosen, *, running=False, **optio
     """A tracker of all examples, which are measured as the task says; and, if some are `chosen`,
     one of these, measured at every step.
     """
-    options["performance"] = Performance(microbatch_size=microbatch_size(data[0].device))
+    at_once = microbatch_size(data[0].device, getattr(task, "model", None))
+    options["performance"] = Performance(microbatch_size=at_once)
     trackers = [
         NormTracker.for_plan(
             plan,

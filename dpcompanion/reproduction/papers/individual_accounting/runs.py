@@ -16,6 +16,7 @@ from dpcompanion.reproduction.papers.yu import (
     Task,
     build,
     examples,
+    microbatch_size,
     outcome,
     seconds,
     sgd,
@@ -210,6 +211,7 @@ def run_task(task, seed, device):
         optimizer=optimizer,
         seed=seed,
         trackers=[whole, *reference],
+        microbatch_size=microbatch_size(device, "resnet20") if task.model == "resnet20" else None,
         callbacks=Callbacks(
             on_epoch=watch, on_step=(lambda _: schedule.step()) if schedule else None
         ),

@@ -114,9 +114,10 @@ def make_plan(setting, n, max_grad_norm):
 def run_setting(setting, seed, device):
     """Train one run; values and arrays of what all exhibits read."""
     found = second.examples(setting.data, setting.dtype)
-    model = second.build(getattr(setting, "model", "mlp"), found, seed).to(device)
+    name = getattr(setting, "model", "mlp")
+    model = second.build(name, found, seed).to(device)
     x, y = found.x.to(device), found.y.to(device)
-    at_once = second.microbatch_size(device)
+    at_once = second.microbatch_size(device, name)
 
     def norms_of_all():
         return gradient_norms(model, cross_entropy, x, y, microbatch_size=at_once)
