@@ -146,8 +146,8 @@ def _without_sampling(counts, levels, delta):
 
 
 def _moments(counts, table):
-    """counts (n, levels) times a table (levels, m) of logarithms that may be infinite, and then
-    have no part in what they are not counted in.
+    """counts (n, levels) times a table (levels, m) of logarithms, some of them infinite: infinite
+    where one of these is counted at least once.
     """
     product = counts.double() @ table.clamp(max=_IMPOSSIBLE)
     return product.masked_fill_(product > 0.5 * _IMPOSSIBLE, math.inf)

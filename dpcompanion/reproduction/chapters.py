@@ -156,7 +156,8 @@ class Chapter:
         """
         name = self.name(exhibit)
         if keys is None:
-            paper, ours = published.exhibit(name), {**_values(recorded), **_values(live)}
+            paper = published.exhibit(name)
+            ours = comparison.values_in(recorded) | comparison.values_in(live)
             keys = [key for key in paper.flat() if key in ours or not paper.is_given(key)]
         keys = list(keys)
         if stale is None:
@@ -265,10 +266,6 @@ class Exhibits(Chapter):
     ) -> "Shown":
         """See `Chapter.show`."""
         return super().show(exhibit, live=live, **options)
-
-
-def _values(found: Record | Mapping[str, Any] | None) -> Mapping[str, Any]:
-    return found.values if isinstance(found, Record) else found or {}
 
 
 def _is_stale(record: Record) -> bool:

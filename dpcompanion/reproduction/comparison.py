@@ -212,7 +212,7 @@ def compare(
     """
     paper = published.exhibit(exhibit) if exhibit is not None else None
     printed = paper.flat() if paper else {}
-    now, then = _values(live), _values(recorded)
+    now, then = values_in(live), values_in(recorded)
     labels, verdicts = dict(labels or {}), dict(verdicts or {})
     ours = {**then, **now}
     if paper:
@@ -244,7 +244,8 @@ def compare(
     return Comparison(rows, stale, task)
 
 
-def _values(found: Record | Mapping[str, Any] | None) -> dict[str, Any]:
+def values_in(found: Record | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Those of a record or of a mapping, by their dotted names; none of None."""
     return dict(found.values if isinstance(found, Record) else found or {})
 
 

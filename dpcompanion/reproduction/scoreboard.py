@@ -486,7 +486,7 @@ def _exhibit_status(
     judged = dict.fromkeys(
         [exhibit.name, *(criterion.of for criterion in experiments.criteria(exhibit.name))]
     )
-    judged = sorted(judged, key=lambda name: bool(published.exhibit(name).shortened))  # last
+    judged = sorted(judged, key=lambda name: bool(published.exhibit(name).shortened))  # those last
     whole = [part for part in published.parts(exhibit.name) if not part.shortened]
     held = Evidence(
         exhibit,

@@ -152,7 +152,7 @@ def without_numpy(value: Any) -> Any:
     {'lr': 0.5, 'betas': (0.5, 0.75)}
     """
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return torch.as_tensor(value)
+        return torch.as_tensor(value.copy())  # which is writable, and has no negative strides
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):

@@ -815,18 +815,6 @@ class Noting(nn.Module):
 
 
 def test_a_user_hears_that_a_model_is_proved_again_in_each_step():
-    model = Noting()
-    x, y = torch.randn(40, 4), torch.arange(40) % 3
-    plan = DPSGDPlan(
-        n=40, sample_rate=0.2, steps=10, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3
-    )
+    data, plan = problem(steps=10, sample_rate=0.2)
     with pytest.warns(RuntimeWarning, match="a pass changes 'passes' of it"):
-        train(
-            model,
-            cross_entropy,
-            (x, y),
-            plan,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            seed=1,
-            progress=False,
-        )
+        run(data, plan, model=Noting().double())
