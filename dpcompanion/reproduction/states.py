@@ -49,7 +49,7 @@ def values_of(
     Where several hold a value, that of the paper's network counts before that of a stand-in, then
     that of the paper's scale, and then the exhibit's own.
 
-    >>> exhibit = published.exhibit("individual-accounting/table-2")
+    >>> exhibit = published.exhibit("individual-accounting/table-3")
     >>> values, of_stand_in = values_of(exhibit, records.find(exhibit.name))
     >>> of_stand_in == set(values)
     True
@@ -179,7 +179,7 @@ def state(
         some_tasks: whether there is something left of it that no record has.
         live: whether a page of the book shows a quick run of it.
 
-    >>> exhibit = published.exhibit("individual-accounting/table-2")
+    >>> exhibit = published.exhibit("individual-accounting/table-3")
     >>> for held in ({"holds": 1, "fails": 1}, {"fails": 1}, {"undecided": 1}, {}):
     ...     print(state(exhibit, {}, held, None, some_tasks=False, live=False))
     in part

@@ -1,11 +1,17 @@
 """What the book calls the runs of this paper, and the uniform epsilon of one."""
 
-from dpcompanion.reproduction import plotting
+from dpcompanion.reproduction import experiments, plotting
 from dpcompanion.reproduction.papers.individual_accounting.runs import make_plan
 from dpcompanion.reproduction.papers.yu import Task
 
-DIGITS, MNIST, RESNET = "mnist-5k", "mnist_cnn", "cifar10_resnet20"
-_DATA = {DIGITS: "digits", MNIST: "MNIST", RESNET: "CIFAR-10, ResNet-20"}
+DIGITS, MNIST, MNIST_RESNET, RESNET = "mnist-5k", "mnist_cnn", "mnist", "cifar10_resnet20"
+_DATA = {
+    DIGITS: "digits",
+    MNIST: "MNIST",
+    MNIST_RESNET: "MNIST, ResNet-20",
+    RESNET: "CIFAR-10, ResNet-20",
+}
+_PARTS = {MNIST_RESNET: "mnist", RESNET: "resnet20"}
 
 
 def shown(found):
@@ -14,13 +20,17 @@ def shown(found):
 
 
 def every(chapter, exhibit):
-    """(kind, task, record) of an exhibit: those of `shown`, and between them that of CIFAR-10 where
-    there is one.
+    """(kind, task, record) of an exhibit: those of `shown`, and between them those of ResNet-20 on
+    MNIST and on CIFAR-10, where there are such.
     """
     found = chapter.both(exhibit)
     runs = [(kind, task, found[kind]) for kind, task in shown(found)]
-    part = chapter.recorded(f"{exhibit}-resnet20")
-    return [*runs[:-1], *([("recorded", RESNET, part)] if part else []), runs[-1]]
+    parts = [
+        ("recorded", task, chapter.recorded(f"{exhibit}-{part}"))
+        for task, part in _PARTS.items()
+        if f"{chapter.paper}/{exhibit}-{part}" in experiments.names()
+    ]
+    return [*runs[:-1], *(part for part in parts if part[2]), runs[-1]]
 
 
 def grid(runs, height=3.0):
