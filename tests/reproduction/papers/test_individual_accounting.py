@@ -286,7 +286,12 @@ def test_plans_are_those_of_the_papers_epsilons():
 
 
 @pytest.mark.parametrize(
-    "exhibit, name", [("figure-1", words.MNIST), ("figure-1-resnet20", words.RESNET)]
+    "exhibit, name",
+    [
+        ("figure-1", words.MNIST),
+        ("figure-1-mnist", words.MNIST_RESNET),
+        ("figure-1-resnet20", words.RESNET),
+    ],
 )
 def test_the_uniform_epsilon_of_a_records_configuration_is_that_of_its_run(exhibit, name):
     record = experiments.get(f"{ia.NAME}/{exhibit}").record("paper")

@@ -2,7 +2,7 @@
 for a smaller network.
 
 On MNIST all is as in the paper but for how often norms are measured: those of all examples once in
-two epochs, those of 200 at every step. Eleven minutes of a GPU, seven to eight hours of one core.
+two epochs, those of 200 at every step. Eleven minutes of a GPU, or about seven hours of one core.
 
 In the paper ResNet-20 on CIFAR-10 is that of figures 3, 9 and 10; in figures 1, 2, 4, 5, 11 and
 table 2 its network for CIFAR-10 is WRN16-4. Here one run serves all: not the first tenth of the
