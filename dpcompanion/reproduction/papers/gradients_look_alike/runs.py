@@ -81,6 +81,9 @@ MODELS = {
     "resnet20": functools.partial(models.resnet20, groups=16, affine=True),
 }
 
+# Examples in one pass: a whole batch of 128 as it is drawn, faster than what the library chooses.
+TOGETHER = {"resnet20": 192}
+
 
 def inputs_of(name, model, split, run):
     """Features and labels as the network wants them: normalised, LeNet-5's digits at 32 x 32."""
@@ -161,6 +164,7 @@ def watch(task, seed, run):
         seed=seed,
         device=run.device,
         method="mixed",
+        microbatch_size=TOGETHER.get(task.model),
         callbacks=Callbacks(on_step=on_step),
         checkpoint=within_the_piece(looks=trace),
         progress=False,
@@ -200,7 +204,7 @@ class Watched:
 
 def seconds(task, plan):
     """About how long the runs of a task take on two cores."""
-    return task.runs * plan.steps / 100
+    return task.runs * plan.steps * (0.35 if task.model == "resnet20" else 0.01)
 
 
 def watched(task, run):
