@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import pathlib
 
 import numpy as np
 import torch
@@ -10,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpcompanion import attacks, data, release
-from dpcompanion.reproduction import intervals
+from dpcompanion.reproduction import intervals, pieces
 from dpcompanion.reproduction.papers.common import rank
 from dpcompanion.training import Performance, cross_entropy, models
+from dpcompanion.training.checkpoints import read_checkpoint, write_checkpoint
 from dpcompanion.training.tracking import NormTracker
 
 
@@ -322,19 +324,48 @@ class Membership(Study):
 STABLE = {"epochs": 30, "learning_rate": 0.02}
 
 
+@dataclasses.dataclass(frozen=True)
+class _Epochs:
+    """The state of plain training after its last whole epoch, in a file if there is to be one."""
+
+    path: pathlib.Path | None
+
+    def save(self, done, model, optimizer, generator):
+        """Keep it after so many epochs."""
+        if self.path:
+            states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            write_checkpoint(
+                self.path,
+                {"identity": {"epochs": done}, "generator": generator.get_state(), **states},
+            )
+
+    def restore(self, model, optimizer, generator):
+        """How many epochs are done, with their state; 0 where none is kept."""
+        if not (self.path and self.path.exists()):
+            return 0
+        kept = read_checkpoint(self.path, ("identity", "generator", "model", "optimizer"))
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        generator.set_state(kept["generator"])
+        return kept["identity"]["epochs"]
+
+
 def overfitted(task, config, seed, device):
-    """Accuracies, and losses of training and test examples, after plain SGD with momentum 0.9."""
+    """Accuracies, and losses of training and test examples, after plain SGD with momentum 0.9. A
+    piece on the disk keeps its state after every epoch.
+    """
     found, loss = examples(task.data, task.dtype), LOSSES[task.loss]
     model, x, y = build(task.model, found, seed).to(device), found.x.to(device), found.y.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate, momentum=0.9)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(config.epochs):
+    generator, kept = torch.Generator().manual_seed(seed), _Epochs(pieces.unfinished())
+    for epoch in range(kept.restore(model, optimizer, generator), config.epochs):
         for batch in (
             torch.randperm(len(y), generator=generator).to(device).split(config.batch_size)
         ):
             optimizer.zero_grad()
             loss(model(x[batch]), y[batch]).mean().backward()
             optimizer.step()
+        kept.save(epoch + 1, model, optimizer, generator)
     losses, right = outcome(model, loss, x, y)
     test_losses, test_right = outcome(model, loss, found.test_x.to(device), found.test_y.to(device))
     return (

@@ -276,6 +276,17 @@ def test_an_overfitted_model_betrays_its_members(run):
     assert rates["success"].mean() > 0.7 and (rates["low"] < rates["success"]).all()
 
 
+def test_plain_training_goes_on_after_its_last_whole_epoch(tmp_path, monkeypatch):
+    def losses(epochs):
+        config = ia.Membership({"mnist-5k": SHORT}, epochs=epochs)
+        return ia.overfitted(SHORT, config, 0, "cpu")[1]["losses"]
+
+    whole = losses(3)
+    monkeypatch.setattr(yu.pieces, "unfinished", lambda: tmp_path / "seed-0.unfinished")
+    assert (losses(2) != whole).any()
+    np.testing.assert_array_equal(losses(3), whole)
+
+
 def test_plans_are_those_of_the_papers_epsilons():
     plan = ia.make_plan(ia.MNIST, 60000, 1.0)
     assert isinstance(plan, DPSGDPlan) and plan.steps == 5900

@@ -15,7 +15,7 @@ import dataclasses
 from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import ask_also, experiment, finding
 from dpcompanion.reproduction.papers import yu as second
-from dpcompanion.reproduction.papers.common import histogram, named
+from dpcompanion.reproduction.papers.common import histogram, named, rank
 from dpcompanion.reproduction.papers.per_instance_accounting.accounts import (
     GROUPS,
     Estimates,
@@ -35,10 +35,13 @@ from dpcompanion.reproduction.papers.per_instance_accounting.clipping import (
     table_2,
 )
 from dpcompanion.reproduction.papers.per_instance_accounting.membership import (
+    FOLLOWS,
     Membership,
     figure_7,
     figures_9_10,
     private_models_resist,
+    risk_follows,
+    trained_without_privacy,
 )
 from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
     NAME,
@@ -183,6 +186,34 @@ finding(
 )(private_models_resist)
 
 _OVERFIT = second.Membership(tasks={})
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutDP(WithDP):
+    """Figure 7, the half without DP: how to train."""
+
+    overfit: second.Membership = _OVERFIT
+
+
+@experiment(f"{NAME}/figure-7-nonprivate", paper=WithoutDP(CIFAR10))
+def figure_7_without_dp(config, run):
+    """Success of the loss attack on each class of a model without privacy; its rank correlation
+    with the mean epsilons under DP, of the record of `figure_7_with_dp`.
+    """
+    found = second.examples(config.setting.data, config.setting.dtype)
+    run.note(found.provenance)
+    accuracies, losses = trained_without_privacy(config, run)
+    attacked = second.attacked(found, losses["losses"], losses["test_losses"], config)
+    epsilon = records.find(f"{NAME}/figure-7-private").values["epsilon"]
+    return {
+        **accuracies,
+        **named("nonprivate", **attacked),
+        **named("cifar10_nonprivate", **dict(zip(found.names, attacked["success"]))),
+        "rank_correlation": rank(epsilon, attacked["success"]),
+    }
+
+
+finding(f"{NAME}/figure-7", FOLLOWS, of=f"{NAME}/figure-7-nonprivate")(risk_follows)
 for _exhibit, _function, _config in (
     ("figure-1", figure_1, Study(CIFAR10)),
     ("figure-2", figure_2, Study(CIFAR10)),
