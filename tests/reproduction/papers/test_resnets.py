@@ -133,6 +133,20 @@ def test_what_is_left_to_run_says_about_how_long_it_takes_and_on_what(paper):
         )
 
 
+def test_the_half_without_dp_asks_for_the_other_before_it_trains(monkeypatch):
+    monkeypatch.setattr(resnets.records, "find", lambda _: None)
+    with pytest.raises(ValueError, match="figure-7-private must be run before"):
+        resnets.figure_7_without_dp(resnets.WithoutDP(TINY), None)
+
+
+def test_fewer_reach_the_worst_case_on_mnist_only_if_both_records_say_so(monkeypatch):
+    mnist = records.find("per-instance-accounting/text-worst-case-share-mnist")
+    ((_, words, outcome),) = resnets.fewer_on_the_easier_task(mnist)
+    assert (words, outcome) == ("0.1% against 2.1%", "holds")
+    monkeypatch.setattr(resnets.records, "find", lambda _: None)
+    assert not [*resnets.fewer_on_the_easier_task(mnist)]
+
+
 def test_a_part_is_a_part_of_something():
     for exhibit in published.exhibits(ours=True):
         if exhibit.part_of:

@@ -200,16 +200,20 @@ def figure_7_without_dp(config, run):
     """Success of the loss attack on each class of a model without privacy; its rank correlation
     with the mean epsilons under DP, of the record of `figure_7_with_dp`.
     """
+    private = records.find(f"{NAME}/figure-7-private")
+    if private is None:
+        raise ValueError(
+            f"{NAME}/figure-7-private must be run before: its epsilons are compared with"
+        )
     found = second.examples(config.setting.data, config.setting.dtype)
     run.note(found.provenance)
     accuracies, losses = trained_without_privacy(config, run)
     attacked = second.attacked(found, losses["losses"], losses["test_losses"], config)
-    epsilon = records.find(f"{NAME}/figure-7-private").values["epsilon"]
     return {
         **accuracies,
         **named("nonprivate", **attacked),
         **named("cifar10_nonprivate", **dict(zip(found.names, attacked["success"]))),
-        "rank_correlation": rank(epsilon, attacked["success"]),
+        "rank_correlation": rank(private.values["epsilon"], attacked["success"]),
     }
 
 
