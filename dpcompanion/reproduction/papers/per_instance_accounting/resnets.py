@@ -3,7 +3,7 @@ and what needs both.
 
 ResNet-20 with the sample rates, noise multipliers and steps of appendix B; learning rates are not
 printed. The run on CIFAR-10, which all exhibits that show it share, takes ten minutes of a GPU, and
-half a day of one core; it has plain SGD. The one on MNIST, seven hours of two cores, has what the
+half a day of one core; it has plain SGD. The one on MNIST, eight hours of two cores, has what the
 public code of the second version trains with on CIFAR-10.
 
 On the part of UTKFace that is at hand (gender) a short run stands in, 5 of 100 epochs, about half
