@@ -305,7 +305,9 @@ class Steps:
     delta: float = 1e-5
 
 
-@experiment("idp-sgd/table-16", quick=Steps(MNIST_5K, 6, rounds=2), paper=Steps(CIFAR10, 20))
+@experiment(
+    "idp-sgd/table-16", quick=Steps(MNIST_5K, 6, rounds=2), paper=Steps(CIFAR10, 20, rounds=12)
+)
 def table_16(config, run):
     """Milliseconds of a step of DP-SGD, Sample and Scale with the paper's network, and the times of
     the two beside DP-SGD's in the same turn: of the processor, or on a GPU by the clock.
