@@ -332,6 +332,64 @@ def test_sums_and_single_gradients_are_clipped_the_same_way(run):
     )
 
 
+def found_for_points(**values):
+    """(where, ours, outcome) of theorem 3.3 against the worst case, with these epsilons."""
+    values = {f"epsilon.{key}": value for key, value in values.items()}
+    record = types.SimpleNamespace(values={"epsilon.worst_case": 2.0, **values})
+    return list(compositions._below_worst_case(record))
+
+
+def test_other_test_points_count_where_only_theorem_3_3_is_asked():
+    ten = [1.0] * 7 + [2.0] * 3
+    assert found_for_points(theorem_3_3=ten) == [("10 points", "70% (35% to 93%)", "undecided")]
+    ((where, _, outcome),) = found_for_points(
+        theorem_3_3=ten, theorem_3_3_of_others=[1.0] * 35 + [1.99] * 15
+    )
+    assert (where, outcome) == ("60 points", "holds")
+    ((_, ours, outcome),) = found_for_points(theorem_3_3=[2.0] * 9, theorem_3_3_of_others=[2.0])
+    assert ours.startswith("0%") and outcome == "fails"
+
+
+def test_other_test_points_are_none_of_the_first(tmp_path):
+    config = compositions.Composition(
+        "mnist-5k", 2, 3.0, epochs=0.1, points=3, runs=2, orders=(2,), order=2
+    )
+    few, more = (
+        compositions.composition(chosen, run)
+        for chosen, run in (
+            (one, Run(one, torch.device("cpu"), tmp_path / str(one.others)))
+            for one in (config, dataclasses.replace(config, others=2))
+        )
+    )
+    assert "epsilon.theorem_3_3_of_others" not in few
+    assert len(more.pop("epsilon.theorem_3_3_of_others")) == 2
+    for key, value in few.items():
+        assert np.array_equal(np.asarray(value), np.asarray(more[key])), key
+    run = Run(config, torch.device("cpu"), None)
+    _, _, point_x, point_y = compositions.shrunk(config, run, 5)
+    assert len(point_y) == 5 and len(torch.unique(point_x, dim=0)) == 5
+
+
+def test_figure_9_compares_means_by_how_many_points_they_are_of():
+    values = {"a.worst_case.paper_p": 1.6, "not_run": []}
+    for stage in ("middle", "final"):
+        values |= {f"a.{stage}.correct.paper_p": 0.3, f"a.{stage}.incorrect.paper_p": 1.5}
+    config = {"tasks": {"a": {}}}
+
+    def outcomes(**points):
+        found = {**values}
+        for word, n in points.items():
+            found |= {f"a.{stage}.{word}.points": n for stage in ("middle", "final")}
+        record = types.SimpleNamespace(values=found, config=config)
+        return [outcome for *_, outcome in g.stages._corollary_better(record)]
+
+    assert outcomes() == ["undecided"] * 2
+    assert outcomes(correct=380, incorrect=20) == ["holds"] * 2
+    assert outcomes(correct=398, incorrect=2) == ["undecided"] * 2
+    values |= {"a.final.correct.paper_p": 1.5, "a.final.incorrect.paper_p": 0.3}
+    assert outcomes(correct=380, incorrect=20) == ["holds", "fails"]
+
+
 @pytest.mark.parametrize("exhibit", ["figure-6", "figure-7", "figure-9"])
 def test_tasks_that_need_a_gpu_run_on_one_and_are_named_elsewhere(exhibit):
     config = experiments.get(f"gradients-look-alike/{exhibit}").presets["paper"]

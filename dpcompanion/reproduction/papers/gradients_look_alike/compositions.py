@@ -145,7 +145,7 @@ def theorem_3_3(norms, plan, order):
 @experiment(
     "gradients-look-alike/theorem-3.3",
     quick=Composition("mnist-5k", 7, 3.0, epochs=8, points=10, runs=8),
-    paper=Composition("mnist-5k", 7, 3.0, epochs=8, points=10, runs=50, others=50),
+    paper=Composition("mnist-5k", 7, 3.0, epochs=8, points=10, runs=50, others=990),
 )
 def composition(config, run):
     """Theorem 3.3, the exact composition, the worst case, and the account along each trajectory,
@@ -171,11 +171,11 @@ def composition(config, run):
                 runs=config.runs,
                 order=order,
                 learning_rate=config.learning_rate,
-                seed=config.seed + order,
+                seed=config.seed + order + (chosen.start or 0),
             )
             return {}, {"norms": found.numpy()}
 
-        name = f"{kind}-{order}" if chosen is few else f"{kind}-{order}-others"
+        name = f"{kind}-{order}" if chosen is few else f"{kind}-{order}-from-{chosen.start}"
         ((_, arrays),) = run.pieces(work, [name]).values()
         return torch.as_tensor(arrays["norms"])
 
@@ -222,8 +222,11 @@ def composition(config, run):
         "epsilon.trajectory_max": epsilon(trajectory).amax(0),
     }
     if config.others:
-        more = runs_of("with", chosen=slice(config.points, None))
-        values["epsilon.theorem_3_3_of_others"] = epsilon(theorem_3_3(more, plan, config.orders))
+        ends = [*range(config.points, len(point_y), 90), len(point_y)]
+        more = [runs_of("with", chosen=slice(*each)) for each in zip(ends, ends[1:])]
+        values["epsilon.theorem_3_3_of_others"] = epsilon(
+            theorem_3_3(torch.cat(more, 2), plan, config.orders)
+        )
     return values
 
 
@@ -252,6 +255,7 @@ def _no_less_than_exact(record):
 @finding(
     "gradients-look-alike/theorem-3.3",
     "theorem 3.3 gives a smaller epsilon than the worst case, for half of the points or more",
+    kind="own",  # the paper says "most points" of its own runs, which figure 1 is about
 )
 def _below_worst_case(record):
     epsilons = [
