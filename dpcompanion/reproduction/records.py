@@ -65,6 +65,7 @@ class Record:
         data: `Dataset.provenance()` of each data set. versions, commit, device, wall_time
             (seconds), command, created (UTC): how and when.
         kept: what it took over from earlier runs, see `pieces.taken_over`.
+        folder: where `find` found it; no part of the record.
     """
 
     name: str
@@ -81,6 +82,11 @@ class Record:
     created: str
     arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     kept: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    folder: Folder | None = None
+
+    def beside(self, name: str) -> "Record | None":
+        """The record of another exhibit with the same preset, from the same folder, or None."""
+        return find(name, self.preset, self.folder)
 
     @property
     def has_earlier_draws(self) -> bool:
@@ -180,6 +186,7 @@ def write(record: Record, folder: Folder | None = None) -> pathlib.Path:
     """Write a record (and its arrays) whole or not at all; returns the path of its JSON file."""
     path = path_of(record.name, record.preset, folder)
     fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    fields.pop("folder")
     write_whole(path, {"schema": SCHEMA, **fields}, record.arrays, indent=1)
     return path
 
@@ -237,4 +244,4 @@ def find(name: str, preset: str = "paper", folder: Folder | None = None) -> Reco
         raise ValueError(
             f"{path} is the record of another exhibit or preset: {record.name}, {record.preset}"
         )
-    return record
+    return dataclasses.replace(record, folder=folder)

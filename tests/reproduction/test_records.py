@@ -78,7 +78,7 @@ def test_a_record_comes_back_as_it_was_written(tmp_path):
     assert named in text
     back = records.find(NAME, "paper", tmp_path)
     for field in dataclasses.fields(made):
-        if field.name not in ("values", "arrays"):
+        if field.name not in ("values", "arrays", "folder"):
             assert getattr(back, field.name) == getattr(made, field.name), field.name
     assert repr(back.values) == repr(made.values) and math.copysign(1, back.values["zero"]) == -1
     for key, array in arrays.items():
@@ -305,6 +305,20 @@ def test_a_new_record_without_arrays_removes_the_old_ones(tmp_path):
     path = records.write(record(arrays={"a": np.ones(3)}), tmp_path)
     records.write(record(), tmp_path)
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_record_finds_others_where_it_lay_itself(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    other = "idp-sgd/table-6"
+    for folder, value in ((here, 1.0), (there, 2.0)):
+        records.write(record(), folder)
+        records.write(records.make(other, "paper", {"a": value}, config={}), folder)
+    for folder, value in ((here, 1.0), (there, 2.0)):
+        found = records.find(NAME, "paper", folder)
+        assert found.beside(other).values == {"a": value}
+        assert found.beside("idp-sgd/table-7") is None
+    records.write(records.find(NAME, "paper", here), there)  # which knows nothing of folders
+    assert records.find(NAME, "paper", there).folder == there
 
 
 def test_no_record_is_none(tmp_path):

@@ -16,7 +16,9 @@ from dpcompanion.reproduction import experiments, pieces, published, records, ru
 from dpcompanion.reproduction.comparison import compare
 from dpcompanion.reproduction.papers import idp_sgd as chapter
 from dpcompanion.reproduction.papers.idp_sgd import (
+    accuracy_tables,
     classes,
+    many_groups,
     membership,
     pate_students,
     side_by_side,
@@ -304,6 +306,43 @@ def test_findings_are_judged_by_the_kinds_and_seeds_that_a_record_has(kinds, jud
         assert sum(found.values()) == count
         if len(seeds) < 2:
             assert set(found) <= {"undecided"}, "one seed decides nothing"
+
+
+def with_more(folder, values, task=TINY):
+    """The record of table 14 from a folder, with `more-seeds` of these values beside it."""
+    few = {"weight_0.final": [97.9, 97.8, 97.6], "weight_100.final": [98.0, 97.9, 97.9]}
+    for name, own, what in (("table-14", few, TINY), ("more-seeds", values, task)):
+        config = chapter.Baselines(what)
+        records.write(records.make(f"idp-sgd/{name}", "paper", own, config=config), folder)
+    return records.find("idp-sgd/table-14", folder=folder)
+
+
+def test_further_seeds_count_where_both_sides_of_a_difference_have_them(tmp_path):
+    more = {"A.sample.final": [98.1, 98.0], "A.scale.final": [98.0, 97.9]}
+    record = with_more(tmp_path, more)
+    assert accuracy_tables.finals(record, "weight_100", "weight_0") == [
+        [98.0, 97.9, 97.9, 98.1, 98.0],
+        [97.9, 97.8, 97.6, 98.0, 97.9],
+    ]
+    ((_, ours, outcome),) = many_groups.progression(record)
+    assert ours.endswith(", 5 seeds") and outcome == "holds"
+    for values, task in (({"A.sample.final": [98.1]}, TINY), (more, chapter.MNIST)):
+        record = with_more(tmp_path, values, task)
+        ((_, ours, outcome),) = many_groups.progression(record)
+        assert ours.endswith(", 3 seeds") and outcome == "undecided"
+
+
+@pytest.mark.slow
+def test_further_seeds_are_runs_of_the_tables_themselves(tmp_path, monkeypatch):
+    config = chapter.Baselines(TINY, ("A.exclude_low", "A.sample"), seeds=(3,))
+    values = many_groups.more_seeds(config, run_of(config, tmp_path))
+    assert list(values) == ["A.exclude_low.final", "A.sample.final"]
+    left_out = many_groups.baseline(config, "A.exclude_low", 3, run_of(config, tmp_path))
+    assert values["A.exclude_low.final"] == [float(left_out)]
+    table_2 = chapter.Trials(TINY, ("A.sample",), (3,))
+    runs.forget()
+    trials = chapter.trials(table_2, run_of(config, tmp_path))
+    assert values["A.sample.final"] == [float(trials["A.sample"][0]["final"])]
 
 
 def test_leaving_a_group_out_and_going_through_groups_keep_to_their_budgets():

@@ -61,8 +61,28 @@ def ahead(record, one, other):
 
 
 def gain_of(record, one, other):
-    """The same as an interval."""
-    return intervals.difference(*(record.values[f"{kind}.final"] for kind in (one, other)))
+    """The same as an interval, with further seeds where there are such of both."""
+    return intervals.difference(*finals(record, one, other))
+
+
+#: What tables call the kinds of runs that `more-seeds` has more of.
+SHARED = {"weight_0": "A.scale", "weight_100": "A.sample"}
+
+
+def finals(record, *kinds):
+    """Final accuracies of runs of these kinds, a list over the seeds for each: those of a record,
+    and of `more-seeds` if it lies beside the record and has all of the kinds for the same task.
+    """
+    found = [list(record.values[f"{kind}.final"]) for kind in kinds]
+    more = record.beside("idp-sgd/more-seeds")
+    keys = [f"{SHARED.get(kind, kind)}.final" for kind in kinds]
+    if (
+        more is not None
+        and more.config["task"] == record.config.get("task")
+        and all(key in more.values for key in keys)
+    ):
+        found = [[*own, *more.values[key]] for own, key in zip(found, keys)]
+    return found
 
 
 def _on(record):
@@ -95,14 +115,14 @@ def ahead_of_dpsgd(record):
 @finding("idp-sgd/figure-1", "ends between DP-SGD at 1 and at 3, nearer to 3", of="idp-sgd/table-2")
 def between_the_two(record):
     if {"dpsgd", "loosest"} <= set(record.config["kinds"]):
-        low, high = (np.array(record.values[f"{kind}.final"]) for kind in ("dpsgd", "loosest"))
         for kind in record.config["kinds"]:
             if kind.endswith((".sample", ".scale")):
+                own, low, high = map(np.array, finals(record, kind, "dpsgd", "loosest"))
                 # Ahead of the middle and not ahead of the top: differences, since a share of a
                 # small gap has no mean.
-                middle = intervals.difference(record.values[f"{kind}.final"], (low + high) / 2)
-                top = intervals.difference(record.values[f"{kind}.final"], high)
-                share = (np.mean(record.values[f"{kind}.final"]) - low.mean()) / (high - low).mean()
+                middle = intervals.difference(own, (low + high) / 2)
+                top = intervals.difference(own, high)
+                share = (own - low).mean() / (high - low).mean()
                 yield (
                     f"{_on(record)}{kind}",
                     f"{share:.0%} of the way; past the middle by {middle:+.1f}, of the end by "

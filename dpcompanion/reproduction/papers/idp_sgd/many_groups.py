@@ -7,7 +7,7 @@ import torch
 from dpcompanion.accounting import find_steps
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
-from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import gain_of
+from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import finals, gain_of
 from dpcompanion.reproduction.papers.idp_sgd.side_by_side import (
     ALL,
     Compared,
@@ -144,7 +144,8 @@ def table_14(config, run):
 )
 def progression(record):
     gain = gain_of(record, "weight_100", "weight_0")
-    yield "Sample less Scale", f"{gain:+.2f}", gain.above(0)
+    seeds = len(finals(record, "weight_100", "weight_0")[0])
+    yield "Sample less Scale", f"{gain:+.2f}, {seeds} seeds", gain.above(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,6 +260,29 @@ def table_17(config, run):
     }
     methods = [f"{setup}.{method}" for setup in config.groups for method in ("sample", "scale")]
     return final_values(config, final | final_accuracies(config, methods, config.seeds, run))
+
+
+MORE = Baselines(MNIST, ("A.sample", "A.scale"), seeds=(3, 4, 5))
+
+
+@experiment("idp-sgd/more-seeds", paper=MORE)
+def more_seeds(config, run):
+    """`<kind>.final`, test accuracy for each further seed, of runs that tables compare."""
+    own = [kind for kind in config.kinds if kind in _BASELINES]
+    pieces = {f"{kind}.seed-{seed}": (kind, seed) for kind in own for seed in config.seeds}
+    problem(config.task, run)
+    done = run.keep(
+        lambda piece: {"final": baseline(config, *pieces[piece], run)},
+        pieces,
+        config=dataclasses.replace(config, kinds=(), seeds=()),
+        seconds=config.task.training.steps * len(pieces) / 10,
+        under=f"trials/{config.task.data}-baselines",
+        label="baselines",
+    )
+    final = {kind: [done[f"{kind}.seed-{seed}"]["final"] for seed in config.seeds] for kind in own}
+    others = [kind for kind in config.kinds if kind not in own]
+    final |= final_accuracies(config, others, config.seeds, run)
+    return {f"{kind}.final": final[kind] for kind in config.kinds}
 
 
 @finding(

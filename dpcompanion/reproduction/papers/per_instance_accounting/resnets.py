@@ -289,7 +289,7 @@ def epsilons_spread(record):
     of=f"{NAME}/text-worst-case-share-mnist",
 )
 def fewer_on_the_easier_task(record):
-    harder = records.find(f"{NAME}/text-worst-case-share")
+    harder = record.beside(f"{NAME}/text-worst-case-share")
     easier = of_examples(record, record.values["mnist"])
     if harder is None:
         return
