@@ -255,7 +255,7 @@ def _no_less_than_exact(record):
 @finding(
     "gradients-look-alike/theorem-3.3",
     "theorem 3.3 gives a smaller epsilon than the worst case, for half of the points or more",
-    kind="own",  # the paper says "most points" of its own runs, which figure 1 is about
+    kind="own",  # the paper says "many data points", of the runs of figure 1
 )
 def _below_worst_case(record):
     epsilons = [
