@@ -11,6 +11,7 @@ from dpcompanion.accounting import rdp_to_epsilon
 from dpcompanion.per_instance import naive_unlearning, tilted_counts, tilted_noise
 from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment, finding
+from dpcompanion.reproduction.papers.common import named
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
     DIRECTIONS,
     composed_exactly,
@@ -190,7 +191,6 @@ def composition(config, run):
         "remove": composed_exactly(runs_of("remove"), plan, config.order, "remove"),
         "add": composed_exactly(runs_of("add"), plan, config.order, "add"),
     }
-    worst = plan.steps * divergence(1.0, plan, torch.tensor(config.orders, dtype=torch.float64))
     values = {
         "steps": plan.steps,
         "noise_multiplier": plan.noise_multiplier,
@@ -205,29 +205,32 @@ def composition(config, run):
             f"{direction}.upper_bound": found.upper_bound,
             f"{direction}.mean_norm": seen[direction].mean((0, 1)),
         }
+    starts = range(config.points, len(point_y), 90)
+    more = [runs_of("with", chosen=slice(start, start + 90)) for start in starts]
+    return values | _in_epsilon(config, plan, seen["remove"], tilted.values(), more)
+
+
+def _in_epsilon(config, plan, seen, tilted, more):
+    """Epsilons by runs with the points, by tilted runs of each order, and by runs with others."""
 
     def epsilon(rdp):
         return rdp_to_epsilon(rdp, config.orders, config.delta)[0]
 
-    trajectory = divergence(seen["remove"], plan, config.orders).sum(0)
-    values |= {
-        "epsilon.worst_case": epsilon(worst),
-        "epsilon.trajectory": records.mean_and_sd(epsilon(trajectory).mean(1)),
-        "epsilon.theorem_3_3": epsilon(theorem_3_3(seen["remove"], plan, config.orders)),
-        "epsilon.exact": epsilon(torch.stack([found.estimate for found in tilted.values()], -1)),
-        "epsilon.upper_bound": epsilon(
-            torch.stack([found.upper_bound for found in tilted.values()], -1)
-        ),
-        "epsilon.trajectory_mean": epsilon(trajectory).mean(0),
-        "epsilon.trajectory_max": epsilon(trajectory).amax(0),
+    worst = plan.steps * divergence(1.0, plan, torch.tensor(config.orders, dtype=torch.float64))
+    trajectory = divergence(seen, plan, config.orders).sum(0)
+    values = {
+        "worst_case": epsilon(worst),
+        "trajectory": records.mean_and_sd(epsilon(trajectory).mean(1)),
+        "theorem_3_3": epsilon(theorem_3_3(seen, plan, config.orders)),
+        "exact": epsilon(torch.stack([found.estimate for found in tilted], -1)),
+        "upper_bound": epsilon(torch.stack([found.upper_bound for found in tilted], -1)),
+        "trajectory_mean": epsilon(trajectory).mean(0),
+        "trajectory_max": epsilon(trajectory).amax(0),
     }
-    if config.others:
-        ends = [*range(config.points, len(point_y), 90), len(point_y)]
-        more = [runs_of("with", chosen=slice(*each)) for each in zip(ends, ends[1:])]
-        values["epsilon.theorem_3_3_of_others"] = epsilon(
-            theorem_3_3(torch.cat(more, 2), plan, config.orders)
-        )
-    return values
+    if more:
+        others = theorem_3_3(torch.cat(more, 2), plan, config.orders)
+        values["theorem_3_3_of_others"] = epsilon(others)
+    return named("epsilon", **values)
 
 
 @finding(
