@@ -12,7 +12,7 @@ from scipy import stats
 
 from dpcompanion import attacks, data, idp
 from dpcompanion.accounting import compute_epsilon, rdp_sampled_gaussian
-from dpcompanion.reproduction import experiments, pieces, published, records, runs
+from dpcompanion.reproduction import experiments, intervals, pieces, published, records, runs
 from dpcompanion.reproduction.comparison import compare
 from dpcompanion.reproduction.papers import idp_sgd as chapter
 from dpcompanion.reproduction.papers.idp_sgd import (
@@ -312,7 +312,7 @@ def with_more(folder, values, task=TINY):
     """The record of table 14 from a folder, with `more-seeds` of these values beside it."""
     few = {"weight_0.final": [97.9, 97.8, 97.6], "weight_100.final": [98.0, 97.9, 97.9]}
     for name, own, what in (("table-14", few, TINY), ("more-seeds", values, task)):
-        config = chapter.Baselines(what)
+        config = chapter.Baselines(what, seeds=tuple(range(len(next(iter(own.values()))))))
         records.write(records.make(f"idp-sgd/{name}", "paper", own, config=config), folder)
     return records.find("idp-sgd/table-14", folder=folder)
 
@@ -325,15 +325,21 @@ def test_further_seeds_count_where_both_sides_of_a_difference_have_them(tmp_path
         [97.9, 97.8, 97.6, 98.0, 97.9],
     ]
     ((_, ours, outcome),) = many_groups.progression(record)
-    assert ours.endswith(", 5 seeds") and outcome == "holds"
+    assert ours.endswith(", 5 seeds, 97.5% for two looks") and outcome == "holds"
+    both = accuracy_tables.finals(record, "weight_100", "weight_0")
+    gain = accuracy_tables.gain_of(record, "weight_100", "weight_0")
+    assert gain == intervals.difference(*both, confidence=0.975)  # a second look
     for values, task in (({"A.sample.final": [98.1]}, TINY), (more, chapter.MNIST)):
         record = with_more(tmp_path, values, task)
+        both = (record.values[f"weight_{weight}.final"] for weight in (100, 0))
+        gain = accuracy_tables.gain_of(record, "weight_100", "weight_0")
+        assert gain == intervals.difference(*both)
         ((_, ours, outcome),) = many_groups.progression(record)
         assert ours.endswith(", 3 seeds") and outcome == "undecided"
 
 
 @pytest.mark.slow
-def test_further_seeds_are_runs_of_the_tables_themselves(tmp_path, monkeypatch):
+def test_further_seeds_are_runs_of_the_tables_themselves(tmp_path):
     config = chapter.Baselines(TINY, ("A.exclude_low", "A.sample"), seeds=(3,))
     values = many_groups.more_seeds(config, run_of(config, tmp_path))
     assert list(values) == ["A.exclude_low.final", "A.sample.final"]
