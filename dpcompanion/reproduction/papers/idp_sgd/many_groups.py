@@ -263,7 +263,11 @@ def table_17(config, run):
     return final_values(config, final | final_accuracies(config, methods, config.seeds, run))
 
 
-MORE = Baselines(MNIST, ("A.sample", "A.scale"), seeds=(3, 4, 5))
+MORE = Baselines(
+    MNIST,
+    ("A.sample", "A.scale", "A.exclude_low", "B.sample", "B.scale", "B.exclude_low"),
+    seeds=(3, 4, 5),
+)
 
 
 @experiment("idp-sgd/more-seeds", paper=MORE)
