@@ -338,6 +338,31 @@ def test_further_seeds_count_where_both_sides_of_a_difference_have_them(tmp_path
         assert ours.endswith(", 3 seeds") and outcome == "undecided"
 
 
+def test_table_17_says_which_of_its_differences_have_further_seeds(tmp_path):
+    ends = {"sample": 97.6, "scale": 97.5, "exclude_low": 97.0, "sequential": 97.1}
+    few = {
+        f"{setup}.{kind}.final": [end, end + 0.1, end - 0.1]
+        for setup in "AB"
+        for kind, end in ends.items()
+    }
+    more = {key: few[key] for key in few if "sequential" not in key and key.startswith("A")}
+    for name, values in (("table-17", few), ("more-seeds", more)):
+        config = chapter.Baselines(TINY, seeds=(0, 1, 2))
+        records.write(records.make(f"idp-sgd/{name}", "paper", values, config=config), tmp_path)
+    found = {
+        what: (ours.split("; ")[1], outcome)
+        for what, ours, outcome in many_groups.ahead_of_baselines(
+            records.find("idp-sgd/table-17", folder=tmp_path)
+        )
+    }
+    assert found == {
+        "A, exclude low": ("6 seeds, 97.5% for two looks", "holds"),
+        "A, sequential": ("3 seeds", "holds"),
+        "B, exclude low": ("3 seeds", "holds"),
+        "B, sequential": ("3 seeds", "holds"),
+    }
+
+
 @pytest.mark.slow
 def test_further_seeds_are_runs_of_the_tables_themselves(tmp_path):
     config = chapter.Baselines(TINY, ("A.exclude_low", "A.sample"), seeds=(3,))

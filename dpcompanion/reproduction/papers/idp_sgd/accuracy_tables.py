@@ -65,8 +65,15 @@ def gain_of(record, one, other):
     since the first had decided nothing, so that the two looks share the 5% of errors.
     """
     first, second = finals(record, one, other)
-    looks = 2 if len(first) > len(record.values[f"{one}.final"]) else 1
-    return intervals.difference(first, second, confidence=1 - 0.05 / looks)
+    further = len(first) > len(record.values[f"{one}.final"])
+    return intervals.difference(first, second, confidence=0.975 if further else 0.95)
+
+
+def looks(record, one, other):
+    """How many seeds a difference has, and its interval's confidence if it is not the usual one."""
+    seeds = len(finals(record, one, other)[0])
+    further = seeds > len(record.values[f"{one}.final"])
+    return f"{seeds} seeds" + (", 97.5% for two looks" if further else "")
 
 
 #: What tables call the kinds of runs that `more-seeds` has more of.

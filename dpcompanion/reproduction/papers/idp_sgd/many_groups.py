@@ -7,7 +7,7 @@ import torch
 from dpcompanion.accounting import find_steps
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
-from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import finals, gain_of
+from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import gain_of, looks
 from dpcompanion.reproduction.papers.idp_sgd.side_by_side import (
     ALL,
     Compared,
@@ -143,10 +143,9 @@ def table_14(config, run):
     "accuracy rises from Scale to Sample: the 95% interval of the paired difference lies above 0",
 )
 def progression(record):
-    gain = gain_of(record, "weight_100", "weight_0")
-    seeds, first = len(finals(record, "weight_100", "weight_0")[0]), len(record.seeds)
-    looks = f"{seeds} seeds" + (", 97.5% for two looks" if seeds > first else "")
-    yield "Sample less Scale", f"{gain:+.2f}, {looks}", gain.above(0)
+    pair = "weight_100", "weight_0"
+    gain = gain_of(record, *pair)
+    yield "Sample less Scale", f"{gain:+.2f}, {looks(record, *pair)}", gain.above(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,12 +297,10 @@ def more_seeds(config, run):
 def ahead_of_baselines(record):
     for setup in record.config["groups"]:
         for other in ("exclude_low", "sequential"):
-            gains = [
-                gain_of(record, f"{setup}.{method}", f"{setup}.{other}")
-                for method in ("sample", "scale")
-            ]
+            pairs = [(f"{setup}.{method}", f"{setup}.{other}") for method in ("sample", "scale")]
+            gains = [gain_of(record, *pair) for pair in pairs]
             yield (
                 f"{setup}, {other.replace('_', ' ')}",
-                ", ".join(f"{gain:+.1f}" for gain in gains),
+                ", ".join(f"{gain:+.2f}" for gain in gains) + f"; {looks(record, *pairs[0])}",
                 intervals.every(*(gain.above(0) for gain in gains)),
             )
