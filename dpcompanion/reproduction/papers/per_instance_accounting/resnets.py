@@ -224,7 +224,6 @@ for _exhibit, _function, _config in (
     ("figure-3", figure_3, Estimates(CIFAR10, refreshes=(CIFAR10.refreshes,))),
     ("figure-5", figure_5, Study(CIFAR10)),
     ("figure-6", figure_6, Study(CIFAR10)),
-    ("figure-7", figure_7, Membership(CIFAR10, overfit=_OVERFIT)),
     ("figure-8", figure_8, Sweep(_without_looks(CIFAR10))),
     ("table-2", table_2, Release(MNIST_RESNET)),
     ("figures-9-10", figures_9_10, Membership(UTKFACE_AGE, overfit=_OVERFIT)),
