@@ -65,15 +65,20 @@ def gain_of(record, one, other):
     since the first had decided nothing, so that the two looks share the 5% of errors.
     """
     first, second = finals(record, one, other)
-    further = len(first) > len(record.values[f"{one}.final"])
-    return intervals.difference(first, second, confidence=0.975 if further else 0.95)
+    confidence = 0.975 if _seeds(record, one, other)[1] else 0.95
+    return intervals.difference(first, second, confidence=confidence)
 
 
 def looks(record, one, other):
     """How many seeds a difference has, and its interval's confidence if it is not the usual one."""
-    seeds = len(finals(record, one, other)[0])
-    further = seeds > len(record.values[f"{one}.final"])
+    seeds, further = _seeds(record, one, other)
     return f"{seeds} seeds" + (", 97.5% for two looks" if further else "")
+
+
+def _seeds(record, one, other):
+    """How many seeds a difference has, and how many of them are further ones."""
+    seeds = len(finals(record, one, other)[0])
+    return seeds, seeds - len(record.values[f"{one}.final"])
 
 
 #: What tables call the kinds of runs that `more-seeds` has more of.
