@@ -21,7 +21,8 @@ to 1e6 and sample rate 1e-7 to 1:
   :math:`\sum_{k=2}^{\alpha} \binom{\alpha}{k} (1-q)^{\alpha-k} q^k (e^{(k^2-k)/2\sigma^2} - 1)`;
 * at any other order (and above 1024), by the trapezoidal rule on
   :math:`A_\alpha - 1 = E_Q[(1+y)^\alpha - 1 - \alpha y]`, where :math:`1 + y = P/Q`: the integrand
-  is convex in y, so never negative, and analytic, so the rule converges exponentially fast.
+  is convex in y, so never negative, and analytic, so the rule converges exponentially fast. Where
+  noise is so small that the two halves of P never meet, :math:`A_\alpha` has a closed form there.
 
 Cost: about a thousand exponentials for each parameter pair and large order. Everything broadcasts,
 in float64, on the device of the tensors that come in.
@@ -51,6 +52,8 @@ DEFAULT_ORDERS = tuple(
 _LARGEST_SUM = 1024
 # Numbers in one temporary tensor: what stays within a core's cache.
 _CHUNK = 1 << 18
+# With less noise a step costs, to all digits of float64, what it costs a full batch.
+_LEAST_NOISE = 1e-150
 # Standard deviations beyond which a Gaussian tail is below float64's resolution.
 _TAIL = 9.0
 
@@ -105,9 +108,11 @@ def rdp_sampled_gaussian(
 
     log_excess = torch.empty(len(q), len(alphas), dtype=torch.float64, device=q.device)
     by_sum = (alphas == alphas.round()) & (alphas <= _LARGEST_SUM)
-    # Full batches and noiseless steps have closed forms; a stand-in keeps them away.
-    plain = (q < 1) & (sigma > 0)
-    safe_q, safe_sigma = torch.where(plain, q, 0.5), torch.where(sigma > 0, sigma, 1.0)
+    # Full batches and (almost) noiseless steps have closed forms; stand-ins keep them away. A full
+    # batch keeps its noise: grids are as wide as an order over it.
+    noisy = sigma > _LEAST_NOISE
+    plain = (q < 1) & noisy
+    safe_q, safe_sigma = torch.where(plain, q, 0.5), torch.where(noisy, sigma, 1.0)
     if by_sum.any():
         log_excess[:, by_sum] = _log_excess_by_sum(safe_q, safe_sigma, alphas[by_sum])
     if not by_sum.all():
@@ -176,29 +181,44 @@ def _log_excess_by_integral(q, sigma, orders):
     branch points at distance pi sigma from the real axis, near the t at which the two halves of P
     are equal: a step of half the smaller of 1 and sigma leaves an error below 1e-15. Where sigma is
     so small that the integrand is negligible there, a density of about exp(-1 / 8 sigma^2) against
-    q^2, the branch points do not matter.
+    q^2, there is a closed form.
     """
     result = torch.empty(len(q), len(orders), dtype=torch.float64, device=q.device)
     apart = 1 / (8 * sigma**2) + 2 * torch.log(q) > 60
-    step = torch.where(apart, 0.5, 0.5 * sigma.clamp(max=1.0))
+    result[apart] = _log_excess_apart(q[apart], sigma[apart], orders)
+    near = (~apart).nonzero()[:, 0]
+    step = 0.5 * sigma.clamp(max=1.0)
     # Orders of like size share their nodes, so that one large order does not cost all the others.
     size_class = torch.ceil(torch.log2(orders)).long()
     for size in size_class.unique():
         members = (size_class == size).nonzero()[:, 0]
         a = orders[members]
-        count = torch.ceil((float(a.max()) / sigma + 2 * _TAIL) / step).long() + 1
+        count = torch.ceil((float(a.max()) / sigma[near] + 2 * _TAIL) / step[near]).long() + 1
         by_count = torch.argsort(count)
         start = 0
-        while start < len(q):
+        while start < len(near):
             rows = max(1, _CHUNK // (len(a) * int(count[by_count[start]])))
-            part = by_count[start : start + rows]
-            t = step[part, None] * torch.arange(int(count[part].max()), device=q.device) - _TAIL
+            some = by_count[start : start + rows]
+            part = near[some]
+            t = step[part, None] * torch.arange(int(count[some].max()), device=q.device) - _TAIL
             log_r = log_density_ratio(t, q[part, None], sigma[part, None])
             log_weight = -0.5 * t * t + torch.log(step[part, None] / math.sqrt(2 * math.pi))
             integrand = _log_convex_excess(log_r[:, None, :], a[:, None]) + log_weight[:, None, :]
             result[part[:, None], members] = torch.logsumexp(integrand, dim=-1)
             start += len(part)
     return result
+
+
+def _log_excess_apart(q, sigma, orders):
+    r"""ln(A - 1) where the halves of P never meet, shape (len(q), len(orders)).
+
+    Then :math:`A = (1-q)^\alpha + q^\alpha e^{(\alpha^2-\alpha)/2\sigma^2}`, up to a share of
+    1e-18. Less 1 = (1 - q) + q it is a positive part and a much smaller negative one.
+    """
+    q, sigma, less = q[:, None], sigma[:, None], orders - 1
+    gained = torch.log(q) + _log_expm1(less * (orders / (2 * sigma**2) + torch.log(q)))
+    log_lost = torch.log1p(-q) + torch.log(-torch.expm1(less * torch.log1p(-q)))
+    return gained + torch.log1p(-torch.exp(log_lost - gained))
 
 
 def _log_convex_excess(log_r, a):

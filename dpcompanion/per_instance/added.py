@@ -16,12 +16,18 @@ _CHUNK = 1 << 18  # numbers in one temporary tensor
 
 
 def log_mass_add(q, sigma, order):
-    """ln B, elementwise, by the trapezoidal rule; see `_add_nodes` for where and how fine."""
+    """ln B, elementwise, by the trapezoidal rule; see `_add_nodes` for where and how fine.
+
+    With so little noise that r is 1 - q, but for a tail of 1e-33, B is that to the power 1 - order.
+    """
     shape, q, sigma, power = q.shape, q.reshape(-1), sigma.reshape(-1), order - 1
     result = torch.empty_like(q)
     full = q == 1
     result[full] = order * power / (2 * sigma[full] ** 2)
-    rows = (~full).nonzero()[:, 0]
+    rises = 0.5 / sigma + sigma * (torch.log1p(-q) - torch.log(q) - 40)  # where r leaves 1 - q
+    flat = ~full & (rises > 12)
+    result[flat] = -power * torch.log1p(-q[flat])
+    rows = (~full & ~flat).nonzero()[:, 0]
     q, sigma = q[rows], sigma[rows]
     # E[r] = 1, so that E[r^-b] - 1 = E[r^-b - 1 + b (r - 1)], whose integrand is never negative.
     # Where sigma is small nothing cancels in E[r^-b - 1], and the bump of r at 1 / sigma need not

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from opacus.accountants import RDPAccountant as OpacusAccountant
 from opacus.accountants.analysis.rdp import compute_rdp
 
-from dpcompanion.accounting import DEFAULT_ORDERS, rdp_sampled_gaussian
+from dpcompanion.accounting import DEFAULT_ORDERS, rdp, rdp_sampled_gaussian
 
 from ..refusals import refuses
 
@@ -71,6 +71,12 @@ def binomial_sum(q, sigma, order):
         (1e-3, 1.0, 64.3),
         (1e-3, 4.0, 10.9),
         (0.01, 0.05, 1.1),
+        (0.01, 0.04, 1 + 1e-9),
+        (0.3, 0.0455, 1.0001),
+        (0.999, 0.0455, 1.01),
+        (1e-7, 0.02, 1.01),
+        (0.01, 1e-3, 10.9),
+        (0.01, 1e-6, 1.1),
         (0.01, 1e3, 1.5),
         (0.3, 0.1, 1.01),
         (0.3, 0.1, 1023.5),
@@ -112,6 +118,36 @@ def test_sum_and_integral_meet_between_neighbouring_orders(rate, noise, order):
     assert one(rate, noise, order * (1 + 1e-13)) == pytest.approx(
         one(rate, noise, order), rel=1e-10
     )
+
+
+def test_orders_grow_smoothly_where_the_closed_form_takes_over():
+    for rate in (1e-3, 0.3, 0.999):
+        change = (1 / (8 * (60 - 2 * math.log(rate)))) ** 0.5
+        beside = [one(rate, change * (1 + d), 1.3) * (1 + d) ** 2 for d in (-1e-12, 1e-12)]
+        assert beside[0] == pytest.approx(beside[1], rel=1e-10)
+
+
+def test_little_noise_needs_little_memory():
+    # On a grid these would be 1e16 nodes.
+    found = rdp_sampled_gaussian(
+        sample_rate=0.01, noise_multiplier=[1e-8, 1e-160], orders=DEFAULT_ORDERS
+    )
+    alphas = torch.tensor(DEFAULT_ORDERS, dtype=torch.float64)
+    exact = alphas / (2 * 1e-8**2) + alphas / (alphas - 1) * math.log(0.01)
+    torch.testing.assert_close(found[0], exact, rtol=1e-12, atol=0)
+    assert torch.isinf(found[1]).all()
+
+
+def test_full_batches_with_much_noise_need_little_memory_at_large_orders(monkeypatch):
+    nodes, inner = [], rdp.log_density_ratio
+
+    def counted(t, *arguments):
+        nodes.append(t.numel())
+        return inner(t, *arguments)
+
+    monkeypatch.setattr(rdp, "log_density_ratio", counted)
+    assert one(1.0, 1e6, 1e8 + 0.5) == pytest.approx((1e8 + 0.5) / 2e12, rel=1e-12)
+    assert max(nodes) < 1e4
 
 
 def test_orders_beyond_1024_agree_with_the_sum():

@@ -100,6 +100,14 @@ def test_the_other_direction_is_never_larger_and_never_negative(rate, noise, ord
     assert 0 <= add <= remove * (1 + 1e-8)
 
 
+@pytest.mark.parametrize("noise", [0.05, 0.03, 1e-4, 1e-8, 1e-160])
+def test_with_little_noise_the_other_direction_costs_the_odds_of_staying_out(noise):
+    # At 0.05 by the integral, below it by the closed form.
+    for q in (1e-7, 0.01, 0.3, 0.999):
+        found = step(q, noise, 1.0, 8, direction="add")
+        assert found == pytest.approx(-math.log1p(-q), rel=1e-11)
+
+
 def test_a_point_that_enters_always_makes_both_directions_the_gaussian_mechanism():
     for direction in ("remove", "add"):
         assert step(1.0, 2.0, 3.0, 8, direction=direction) == pytest.approx(8 * 9 / 8, rel=1e-12)
