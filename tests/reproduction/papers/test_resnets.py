@@ -276,6 +276,28 @@ def test_with_dp_the_attack_is_on_final_losses_of_members_and_others(monkeypatch
     )
 
 
+def test_a_task_without_refreshes_keeps_medians_and_has_no_accounts(monkeypatch, tmp_path):
+    monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
+    task = dataclasses.replace(
+        individual_accounting.MNIST_5K, epochs=2, batch_size=400, reference=100
+    )
+    tasks = {"with": task, "without": dataclasses.replace(task, refreshes=0)}
+    run = experiments.Run(yu.Study(tasks), torch.device("cpu"), pathlib.Path("nowhere"))
+    found = {name: individual_accounting.trained(each, 0, run) for name, each in tasks.items()}
+    assert found["without"].medians.shape == (3, 10)
+    for part in ("medians", "losses", "test_losses", "reference"):
+        np.testing.assert_array_equal(getattr(found["with"], part), getattr(found["without"], part))
+    assert len(found["with"].epsilon()) == 4000
+    with pytest.raises(ValueError, match="no norms"):
+        found["without"].epsilon()
+
+
+WHOLE = " && ".join(
+    f"dpcompanion run individual-accounting/figure-3{rest}"
+    for rest in ("-whole --preset paper", " --preset paper --device cuda")
+)
+
+
 def shortened(folder, **values):
     """How figure 3 stands with a record of 10 of 100 epochs of ResNet-20 on CIFAR-10, in its
     part.
@@ -307,8 +329,8 @@ def test_a_shortened_run_counts_and_leaves_its_exhibit_unfinished(tmp_path):
         and one.basis == "paper record, stale, with 10 of 100 epochs of ResNet-20 on CIFAR-10"
     )
     what, command = one.to_do
-    assert what == "more than 10 of 100 epochs of ResNet-20 on CIFAR-10"
-    assert command == "dpcompanion run individual-accounting/figure-3 --preset paper --device cuda"
+    assert what == "more than 10 of 100 epochs of ResNet-20 on CIFAR-10; one core, eight hours"
+    assert command == WHOLE
 
 
 def test_a_shortened_run_beside_a_stand_in_leaves_the_tasks_that_it_was_without(tmp_path):
@@ -339,9 +361,7 @@ def test_a_shortened_run_beside_a_stand_in_leaves_the_tasks_that_it_was_without(
         one.basis.endswith("stale, with 10 of 100 epochs of ResNet-20 on CIFAR-10")
         and "stand-in" in one.basis
     )
-    assert one.to_do[0] == "cifar10 (a GPU)" and one.to_do[1].startswith(
-        "dpcompanion run individual-accounting/figure-3"
-    )
+    assert one.to_do == ("cifar10 (a GPU); one core, eight hours", WHOLE)
 
 
 def test_with_the_whole_of_it_a_shortened_run_is_no_limit(tmp_path):

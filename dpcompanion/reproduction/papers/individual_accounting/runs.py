@@ -75,7 +75,8 @@ class Trained:
     `plan` and `task` say how it was trained. `passes` are the steps (from 0) before which every
     norm was measured, `norms` (passes, n) what was found, at most C; `reference` are the examples
     measured at every step, `reference_norms` (steps, reference); `medians` (epochs + 1, groups) are
-    the medians of unclipped reference norms by group. Losses are those of the final model.
+    the medians of unclipped reference norms by group. Losses are those of the final model. A task
+    without refreshes has no passes and measures no step: of norms there are the medians alone.
     """
 
     task: Task
@@ -160,6 +161,8 @@ def account(
     rounding: float | None = 0.01,
 ) -> np.ndarray:
     """Epsilon of each example whose norms (passes, n) hold from pass to pass, (n,) numpy."""
+    if not len(passes):
+        raise ValueError("the run measured no norms (refreshes=0): it has no accounts")
     accounts = IndividualAccountant.for_plan(
         dataclasses.replace(plan, n=norms.shape[1]), rounding=rounding, accountant=accountant
     )
@@ -190,8 +193,10 @@ def run_task(task, seed, device):
 
     chosen = torch.as_tensor(np.random.RandomState(seed).permutation(len(y))[: task.reference])
     some = x[chosen.to(device)], y[chosen.to(device)]
-    whole, *reference = trackers_of(
-        task, plan, model, loss, (x, y), chosen, keep_norms=True, device=device
+    trackers = (
+        trackers_of(task, plan, model, loss, (x, y), chosen, keep_norms=True, device=device)
+        if task.refreshes
+        else []
     )
     groups = found.groups[chosen]
 
@@ -210,7 +215,7 @@ def run_task(task, seed, device):
         plan,
         optimizer=optimizer,
         seed=seed,
-        trackers=[whole, *reference],
+        trackers=trackers,
         microbatch_size=microbatch_size(device, "resnet20") if task.model == "resnet20" else None,
         callbacks=Callbacks(
             on_epoch=watch, on_step=(lambda _: schedule.step()) if schedule else None
@@ -219,14 +224,10 @@ def run_task(task, seed, device):
     )
     losses, right = outcome(model, loss, x, y)
     test_losses, test_right = outcome(model, loss, found.test_x.to(device), found.test_y.to(device))
-    passes, norms = whole.norms_of_passes
-    exact = reference[0].norms_of_passes[1] if reference else torch.zeros(0, 0)
     values = {"max_grad_norm": limit, "seconds": trace.seconds}
     arrays = {
-        "passes": passes,
-        "norms": norms,
+        **norms_of(trackers),
         "reference": chosen,
-        "reference_norms": exact,
         "medians": np.array(trace["medians"]),
         "losses": losses.cpu(),
         "test_losses": test_losses.cpu(),
@@ -234,6 +235,14 @@ def run_task(task, seed, device):
         "test_right": test_right.cpu(),
     }
     return values, {key: np.asarray(array) for key, array in arrays.items()}
+
+
+def norms_of(trackers):
+    """What trackers of all examples and of the reference saw, as arrays of `Trained`."""
+    seen = [tracker.norms_of_passes for tracker in trackers]
+    passes, norms = seen[0] if seen else (torch.zeros(0, dtype=torch.long), torch.zeros(0, 0))
+    reference = seen[1][1] if len(seen) > 1 else torch.zeros(0, 0)
+    return {"passes": passes, "norms": norms, "reference_norms": reference}
 
 
 def make_plan(task, n, max_grad_norm):
