@@ -167,3 +167,29 @@ def test_precisions_share_everything_else_and_a_loss_of_accuracy_is_found(tmp_pa
     assert outcome(39.8, 41.1, 41.9) == "holds"
     assert outcome(37.0, 38.1, 39.0) == "fails"
     assert outcome(39.0, 41.0, 41.0) == "undecided"
+
+
+def test_a_class_with_another_budget_is_compared_with_the_same_budget_for_all(tmp_path):
+    name, other = "idp-sgd/table-10-class-3", "idp-sgd/table-10-classes"
+
+    def write(exhibit, task="cifar10", **levels):
+        values = {
+            f"class_3.{whose}.{level}": records.mean_and_sd([accuracy])
+            for level, pair in levels.items()
+            for whose, accuracy in zip(("class", "others"), pair)
+        }
+        records.write(records.make(exhibit, "paper", values, config={"task": task}), tmp_path)
+
+    def outcomes():
+        return list(cifar.budgets_move_classes(records.find(name, "paper", tmp_path)))
+
+    write(name, higher=(53.0, 54.0), lower=(6.0, 57.4))
+    assert outcomes() == []
+    write(other, task="mnist", same=(33.0, 57.0))
+    assert outcomes() == [], "of another task"
+    write(other, same=(33.0, 57.0))
+    assert outcomes() == [
+        ("class 3, higher", "+20.0 points, the others -3.0", "holds"),
+        # Nine thousand test images do not tell 57.4% from 57%.
+        ("class 3, lower", "-27.0 points, the others +0.4", "undecided"),
+    ]

@@ -234,7 +234,7 @@ def table_10_classes(config, run):
 )
 def budgets_move_classes(record):
     same = record.beside("idp-sgd/table-10-classes")
-    if same is None:
+    if same is None or same.config["task"] != record.config["task"]:
         return
     for level in ("higher", "lower"):
         for c in [
