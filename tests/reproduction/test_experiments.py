@@ -286,7 +286,7 @@ def test_the_criteria_of_an_exhibit_are_asked_of_another_record_but_not_those_of
     without_criteria,
 ):
     exhibit, figure = without_criteria
-    part, other = f"{exhibit}-resnet20", f"{figure}-resnet20"
+    part, other = f"{exhibit}-whole", f"{figure}-resnet20"
     refused("exhibit", experiments.ask_also, exhibit, of=part)
 
     @experiments.finding(exhibit, "it rises", kind="own")

@@ -352,3 +352,33 @@ def test_the_quick_run_without_noise_does_not_depend_on_the_last_bits(monkeypatc
 
     assert moved(**{**ia.STABLE, "epochs": 5}) < 1e-3
     assert moved(epochs=5) > 1  # at the default rate every loss is another one
+
+
+def judged(medians):
+    """The outcome of figure 3's claim for the medians (epochs + 1, classes) of one run."""
+    name = f"{ia.NAME}/figure-3"
+    values = {"mnist_cnn.half_time_to_end": 1.0}
+    record = records.make(
+        name,
+        "paper",
+        values,
+        config={"tasks": {"mnist_cnn": {}}},
+        data=[{"name": "mnist"}],
+        arrays={"mnist_cnn.medians": medians},
+    )
+    found = experiments.findings(record)
+    return [row.outcome for row in found.rows if row.kind == "claim"]
+
+
+@pytest.mark.parametrize("epochs, outcome", [(100, "holds"), (5, "holds"), (1, "undecided")])
+def test_norms_of_classes_are_apart_where_they_stay_so(epochs, outcome):
+    medians = np.linspace(0.3, 0.9, 10) * np.ones((epochs + 1, 1))
+    assert judged(medians) == [outcome]
+    assert judged(10 * medians[:, ::-1]) == (["fails"] if epochs > 1 else [outcome])
+
+
+def test_norms_of_classes_that_change_places_in_every_epoch_are_not_apart():
+    generator = np.random.default_rng(0)
+    medians = generator.permuted(np.tile(np.linspace(0.3, 0.9, 10), (101, 1)), axis=1)
+    assert (medians.max(1) / medians.min(1)).min() > 2.9
+    assert judged(medians) != ["holds"]

@@ -5,13 +5,15 @@ from dpcompanion.reproduction.papers.individual_accounting.runs import make_plan
 from dpcompanion.reproduction.papers.yu import Task
 
 DIGITS, MNIST, MNIST_RESNET, RESNET = "mnist-5k", "mnist_cnn", "mnist", "cifar10_resnet20"
+RESNET_WHOLE = "cifar10"  # that of figure 3, for all epochs
 _DATA = {
     DIGITS: "digits",
     MNIST: "MNIST",
     MNIST_RESNET: "MNIST, ResNet-20",
     RESNET: "CIFAR-10, ResNet-20",
+    RESNET_WHOLE: "CIFAR-10, ResNet-20",
 }
-_PARTS = {MNIST_RESNET: "mnist", RESNET: "resnet20"}
+_PARTS = {MNIST_RESNET: "mnist", RESNET: "resnet20", RESNET_WHOLE: "whole"}
 
 
 def shown(found):
