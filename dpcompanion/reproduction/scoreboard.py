@@ -197,7 +197,7 @@ class ExhibitStatus:
             ):
                 parts[0] += " of a stand-in"
             if record.seeds:
-                parts.append(_seeds(record))
+                parts.append(_seeds(record, *held.parts))
             if held.stale:
                 parts.append("stale")
             parts += [f"with {part}" for part in held.shortened]
@@ -386,9 +386,11 @@ def sums(statuses: Iterable[ExhibitStatus]) -> dict[str, dict[str, int]]:
     }
 
 
-def _seeds(record: records.Record) -> str:
-    """How many seeds a record has, in words."""
-    return "one seed" if len(record.seeds) == 1 else f"{len(record.seeds)} seeds"
+def _seeds(*given: records.Record) -> str:
+    """How many seeds records have, in words: "one seed", "3 seeds", "one to 10 seeds"."""
+    counts = [len(record.seeds) for record in given if record.seeds]
+    fewest, most = ("one" if count == 1 else str(count) for count in (min(counts), max(counts)))
+    return f"{fewest if fewest == most else f'{fewest} to {most}'} seed{'s' * (most != 'one')}"
 
 
 def _at_full_scale(name: str, scale: str) -> str:

@@ -535,6 +535,14 @@ def test_what_too_few_seeds_leave_undecided_names_more_of_them(tmp_path, sample,
     )
 
 
+def test_an_exhibit_has_as_few_seeds_as_the_part_with_the_fewest():
+    """Ten seeds of a stand-in do not become those of the paper's network."""
+    board = by_name()
+    assert board["individual-accounting/figure-3"].basis == "paper record, one to 10 seeds"
+    assert board["idp-sgd/table-2"].basis == "paper record, one to 3 seeds, without svhn"
+    assert board["idp-sgd/table-14"].basis == "paper record, 3 seeds"
+
+
 @pytest.mark.parametrize("data, smaller", [("mnist", True), ("cifar10", False)])
 def test_the_papers_network_on_data_of_others_is_a_stand_in(data, smaller):
     """Figure 14 has a two-layer CNN on CIFAR-10: what one does on MNIST is not held against it."""

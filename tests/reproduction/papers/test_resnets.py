@@ -308,7 +308,7 @@ def shortened(monkeypatch, tmp_path):
         record = records.make(
             part.name,
             "paper",
-            {"cifar10.half_time_to_end": 1.0},
+            {"cifar10.half_time_to_end": 1.0, "cifar10.each.least_spread": [3.0]},
             config={"tasks": {"cifar10": {"model": "resnet20"}}},
             data=[{"name": "cifar10", "split": "train", "examples": 50_000}],
             arrays={"cifar10.medians": MEDIANS},
@@ -341,7 +341,11 @@ def test_a_shortened_run_beside_a_stand_in_leaves_the_tasks_that_it_was_without(
     record = records.make(
         "individual-accounting/figure-3",
         "paper",
-        {"mnist_cnn.half_time_to_end": 1.0, "not_run": ["cifar10"]},
+        {
+            "mnist_cnn.half_time_to_end": 1.0,
+            "mnist_cnn.each.least_spread": [3.0],
+            "not_run": ["cifar10"],
+        },
         config={
             "tasks": {
                 "mnist_cnn": {"model": "two-layer-cnn"},
@@ -373,7 +377,7 @@ def test_with_the_whole_of_it_a_shortened_run_is_no_limit(shortened, tmp_path):
     record = records.make(
         "individual-accounting/figure-3",
         "paper",
-        {"cifar10.half_time_to_end": 1.0},
+        {"cifar10.half_time_to_end": 1.0, "cifar10.each.least_spread": [3.0]},
         config={"tasks": {"cifar10": {"model": "resnet20"}}},
         data=[{"name": "cifar10"}],
         arrays={"cifar10.medians": MEDIANS},
