@@ -85,11 +85,13 @@ from dpcompanion.accounting.loss import DIRECTIONS, LEAST_RATE, StepLoss
 from dpcompanion.accounting.people import SPREAD, Cost, epsilons_of, replacement_costs
 from dpcompanion.accounting.pld import LOG_CAPPED, ROUNDING, NoGrid
 from dpcompanion.accounting.runs import compute_epsilon
+from dpcompanion.accounting.search import bisect
 from dpcompanion.accounting.tradeoff import GaussianTradeOff, TradeOffCurve, log_deltas_of
 
 _DELTAS = (1e-2, 1e-5, 1e-8, 1e-11, 1e-14)  # where the losses behind a curve are accurate
 _NODES = 1 << 12  # epsilons of a curve, in even steps and as many in even ratios
 _MU_NODES = 2000  # epsilons at which mu is looked at
+_ADDED_UP_NODES = 50  # points of a curve where no grid resolves the loss
 RELATIONS = ("add-remove", "replace")
 _WHOM = {
     "add-remove": "Neighbours differ by adding or removing one {unit}",
@@ -441,6 +443,23 @@ class Ledger:
                 )
         return math.fsum(parts) * (1 + 1e-12)
 
+    def _delta_added_up(self, epsilon):
+        """The least delta at which the parts' epsilons add up to `epsilon` at most, from above."""
+        infinite = self._infinite()
+
+        def at(log_share):
+            return infinite + (1 - infinite) * math.exp(float(log_share))
+
+        def met(log_share):
+            return torch.tensor(self._added_up(at(log_share)) <= epsilon)
+
+        # what is added to the infinite ones must not be rounded off
+        least = math.log(max(1e-300, 2.0**-50 * infinite / (1 - infinite)))
+        most, least = (torch.tensor(each, dtype=torch.float64) for each in (-1e-9, least))
+        if not met(most):
+            return 1.0
+        return at(least) if met(least) else at(bisect(met, good=most, bad=least, halvings=24))
+
     def epsilons(self, delta: float, *, accounts: bool = True) -> torch.Tensor:
         """Each person's epsilon at `delta`, an upper bound, (n,) float64, at most `epsilon(delta)`.
 
@@ -527,8 +546,11 @@ class Ledger:
     def delta(self, epsilon: float) -> float:
         """Delta of everything together at `epsilon`, an upper bound.
 
+        Where no grid resolves the loss, the least delta at which the items' epsilons add up to
+        `epsilon`.
+
         Raises:
-            ValueError: an epsilon below 0, or not finite, or a run that no grid resolves.
+            ValueError: an epsilon below 0, or not finite.
 
         >>> both = Ledger([SampledGaussian(0.01, 1.0, 500), SampledGaussian(0.02, 1.2, 500)])
         >>> f"{both.delta(2.0):.2e}"
@@ -544,7 +566,10 @@ class Ledger:
             return 1.0
         if epsilon >= self._largest():
             return infinite
-        return max(self._delta_of(direction, epsilon, infinite) for direction in self._directions())
+        try:
+            return max(self._delta_of(each, epsilon, infinite) for each in self._directions())
+        except NoGrid:
+            return self._delta_added_up(epsilon)
 
     def _delta_of(self, direction, epsilon, infinite):
         log_delta = math.log(1e-9)
@@ -562,7 +587,26 @@ class Ledger:
         return min(1.0, found)
 
     def _curve(self, least, nodes=_NODES):
-        """Epsilons, and log bounds on delta there, good at false positive rates down to `least`."""
+        """Epsilons from 0, and log bounds on delta there, good at false positive rates down to
+        `least`.
+        """
+        try:
+            return self._composed_curve(least, nodes)
+        except NoGrid:
+            return self._added_up_curve(least)
+
+    def _added_up_curve(self, least):
+        infinite, first = self._infinite(), self._delta_added_up(0.0)
+        shares = np.geomspace(1e-3 * max(least, _DELTAS[-1]), 1.0, _ADDED_UP_NODES + 1)[:-1]
+        each = (infinite + (first - infinite) * share for share in reversed(shares.tolist()))
+        deltas = [delta for delta in each if delta > infinite]
+        # What is computed at the next delta may be off by a last bit: epsilons must not fall.
+        epsilons = np.maximum.accumulate([0.0, *(self._added_up(delta) for delta in deltas)])
+        return torch.from_numpy(epsilons), torch.log(
+            torch.tensor([first, *deltas], dtype=torch.float64)
+        )
+
+    def _composed_curve(self, least, nodes):
         infinite = self._infinite()
         deltas = [d for d, before in zip(_DELTAS, (2.0, *_DELTAS)) if before > least] or [1e-2]
         deltas = [infinite + d * (1 - infinite) for d in deltas]
@@ -618,7 +662,7 @@ class Ledger:
         0.962
         """
         _checks.in_interval("false_positive_rate", false_positive_rate, 0, 1)
-        rates = torch.as_tensor(false_positive_rate, dtype=torch.float64)
+        rates = torch.as_tensor(false_positive_rate, dtype=torch.float64, device="cpu")
         flat = rates.reshape(-1)
         if not self._entries:
             return _checks.as_given(1 - rates, false_positive_rate)

@@ -36,6 +36,7 @@ tensor([0.9960, 0.9710, 0.3410], dtype=torch.float64)
 0.029
 """
 
+import contextlib
 import math
 from typing import overload
 
@@ -90,8 +91,7 @@ def trade_off(
         minus the rate where there are no steps, 0 where there is no noise.
 
     Raises:
-        ValueError: an argument outside its range, shapes that do not broadcast, or a run of so many
-            steps at so little noise that no grid resolves its loss.
+        ValueError: an argument outside its range, or shapes that do not broadcast.
 
     Source: Dong et al. 2022, definition 2.1 and proposition 6.
 
@@ -259,9 +259,10 @@ def _curve(sample_rate, noise_multiplier, steps, rates):
         return GaussianTradeOff(math.sqrt(steps) / noise_multiplier)
     inner = torch.cat((rates, 1 - rates))
     least = float(inner[inner > 0].min())
-    if noise_multiplier < inclusion_bound.LITTLE_NOISE:
-        return _revealed_curve(sample_rate, noise_multiplier, steps, least)
-    return _composed_curve(sample_rate, noise_multiplier, steps, least)
+    if noise_multiplier >= inclusion_bound.LITTLE_NOISE:
+        with contextlib.suppress(pld.NoGrid):
+            return _composed_curve(sample_rate, noise_multiplier, steps, least)
+    return _revealed_curve(sample_rate, noise_multiplier, steps, least)
 
 
 def _composed_curve(sample_rate, noise_multiplier, steps, least):

@@ -133,7 +133,7 @@ def both(members, nonmembers) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _scores_of(name, values):
     try:
-        scores = torch.as_tensor(_checks.unlabelled(values), dtype=torch.float64)
+        scores = torch.as_tensor(_checks.unlabelled(values), dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"{name} must be numbers, got {values!r:.80}") from None
     if scores.ndim != 1 or not len(scores) or bool(scores.isnan().any()):

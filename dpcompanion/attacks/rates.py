@@ -52,7 +52,9 @@ def clopper_pearson(
     confidence = _checks.number("confidence", confidence, 0, 1, closed="neither")
     successes, trials = map(_checks.unlabelled, (successes, trials))
     _checks.in_interval("trials", trials, 1)
-    successes, trials = (torch.as_tensor(v, dtype=torch.float64) for v in (successes, trials))
+    successes, trials = (
+        torch.as_tensor(v, dtype=torch.float64, device="cpu") for v in (successes, trials)
+    )
     if bool(
         ((successes < 0) | (successes > trials) | (successes % 1 != 0) | (trials % 1 != 0)).any()
     ):

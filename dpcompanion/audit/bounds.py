@@ -320,8 +320,8 @@ def audit_scores(
     >>> found.guesses, found.correct, round(found.epsilon, 2), round(found.mu, 2)
     (200, 197, 3.08, 1.11)
     """
-    scores = torch.as_tensor(scores, dtype=torch.float64)
-    included = torch.as_tensor(included)
+    scores = torch.as_tensor(scores, dtype=torch.float64, device="cpu")
+    included = torch.as_tensor(included, device="cpu")
     if (
         scores.ndim not in (1, 2)
         or not len(scores)

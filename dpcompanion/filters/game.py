@@ -168,7 +168,8 @@ def worst_case(
             break
         interval *= 1.25 * max(1.0, min(work / _MOST_WORK, 4.0))
     grid = _Grid(tilt, interval, low, high)
-    table, kept = _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress)
+    with np.errstate(over="ignore", invalid="ignore"):  # what overflows counts as a delta of 1
+        table, kept = _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress)
     rise = max(
         count * max(math.log(law.masses.sum()) - law.log_mass, 0.0)
         for law, count in zip(laws, times)
@@ -302,7 +303,7 @@ def _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress):
     # What rounding and cut-off tails may have taken, by units: along the plays of a path, none of
     # an idle unit.
     slacks, norms, slack = [0.0] * ring, [0.0] * ring, 0.0
-    scale = math.exp(-tilt * epsilon)
+    scale = math.nextafter(math.exp(-tilt * epsilon), math.inf)  # few digits are left of a tiny one
     rows = np.arange(len(laws))
     with bar(budget, label="worst case", show=progress) as advance:
         for b in range(budget + 1):

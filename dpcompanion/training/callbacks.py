@@ -18,7 +18,6 @@ True
 """
 
 import collections.abc
-import contextlib
 import dataclasses
 import json
 import math
@@ -30,7 +29,6 @@ import torch
 
 from dpcompanion.accounting import Ledger, LedgerEntry, SampledGaussian
 from dpcompanion.accounting.items import entry_of
-from dpcompanion.accounting.pld import NoGrid
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.training.checkpoints import Checkpoint
 
@@ -241,14 +239,13 @@ class History:
             ledger = Ledger(
                 [SampledGaussian(rate, float(noise.min()), self.steps)] if self.steps else []
             )
-            with contextlib.suppress(NoGrid):  # with so little noise nothing of it is known
-                mu = ledger.mu()
-                attack = {
-                    "gaussian_dp": {"mu": _finite(mu.mu), "regret": mu.regret},
-                    "true_positive_rates": {
-                        f"{rate:g}": 1 - ledger.trade_off(rate) for rate in (0.001, 0.01)
-                    },
-                }
+            mu = ledger.mu()
+            attack = {
+                "gaussian_dp": {"mu": _finite(mu.mu), "regret": mu.regret},
+                "true_positive_rates": {
+                    f"{rate:g}": 1 - ledger.trade_off(rate) for rate in (0.001, 0.01)
+                },
+            }
         promised = self.promised()
         at = torch.tensor((0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0), dtype=torch.float64)
         filter = None if self.tracker is None else self.tracker.budget

@@ -248,6 +248,38 @@ def test_so_little_noise_that_no_grid_resolves_it_costs_the_sum():
     assert ledger.error(1e-5) == math.inf
 
 
+def test_without_a_grid_delta_and_the_curve_are_bounds_as_well():
+    run = dict(sample_rate=0.01, noise_multiplier=0.005, steps=100)
+    ledger = Ledger([SampledGaussian(*run.values())])
+    drawn = 1 - 0.99**100  # whoever was drawn shows, and nobody else does
+    assert drawn <= ledger.delta(0.0) <= ledger.delta(3.0) + 1e-12 <= drawn * (1 + 1e-4)
+    least = compute_delta(**run, epsilon=1e5)
+    assert least <= ledger.delta(1e5) <= least * (1 + 1e-4)
+    rates = torch.tensor([1e-6, 0.1, 0.5, 1.0], dtype=torch.float64)
+    own, exact = ledger.trade_off(rates), (1 - drawn - rates).clamp(min=0)
+    assert bool((own <= exact + 1e-9).all())
+    torch.testing.assert_close(own, exact, rtol=0, atol=1e-4)
+    epsilons = torch.tensor([0.0, 1.0, 1e4, 1e5], dtype=torch.float64)
+    deltas = ledger.delta_at(epsilons)
+    assert all(
+        compute_delta(**run, epsilon=epsilon) <= delta
+        for epsilon, delta in zip(epsilons.tolist(), deltas.tolist())
+    )
+
+
+@pytest.mark.slow
+def test_without_a_grid_mu_and_the_price_of_a_sweep_are_bounds_as_well():
+    run = SampledGaussian(0.01, 0.005, 100)
+    mu = Ledger([run]).mu(least=1e-6).mu
+    for epsilon in (0.0, 3.0, 1e4, 1e5, 2e5):
+        assert gaussian_delta(mu, epsilon) + 1e-6 >= Ledger([run]).delta(epsilon) * (1 - 1e-3)
+    assert Ledger([run]).epsilon(1e-5) < select_best(run, mean=5).epsilon(1e-5) < math.inf
+    beside = Ledger([run, Guarantee(0.5, 1e-7)])
+    assert 1 - 0.99**100 <= beside.delta(0.6) <= 1 - 0.99**100 + 1e-4
+    assert beside.delta(0.4) == 1  # the guarantee takes all of epsilon
+    assert 0 < float(beside.trade_off(0.01)) < float(Ledger([run]).trade_off(0.01))
+
+
 @pytest.mark.slow
 def test_a_plan_an_opacus_history_and_another_ledger_are_items():
     plan = DPSGDPlan(

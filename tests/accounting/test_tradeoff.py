@@ -114,11 +114,12 @@ def test_losses_beyond_float32_do_not_under_rate_the_attacker(rate):
     assert trade_off(**run) <= 1 - exact
 
 
-@pytest.mark.parametrize("function", [trade_off, best_true_positive_rate])
-def test_a_run_that_no_grid_resolves_is_refused_with_what_would_do(function):
+def test_a_run_that_no_grid_resolves_shows_who_was_drawn():
     run = dict(sample_rate=4.84e-6, noise_multiplier=0.154, steps=386155490532)
-    with pytest.raises(ValueError, match="steps"):
-        function(**run, false_positive_rate=0.1)
+    with pytest.raises(pld.NoGrid):
+        pld.compose(**run, delta=1e-2)
+    assert trade_off(**run, false_positive_rate=[1e-6, 0.5]).tolist() == [0.0, 0.0]
+    assert best_true_positive_rate(**run, false_positive_rate=1e-6) == 1
 
 
 @pytest.mark.parametrize("rates", [0.0, 1.0, [0.0, 1.0]])

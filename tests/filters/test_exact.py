@@ -415,3 +415,17 @@ def test_a_renyi_filter_of_a_plan_is_the_one_of_its_numbers():
     )
     ours.load_state_dict(theirs.state_dict())
     assert torch.equal(ours.budgets, theirs.budgets)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_next_to_no_noise_nobody_at_one_level_spends_more_than_the_target(monkeypatch):
+    monkeypatch.setenv("DPCOMPANION_FILTERS", "anew")
+    run = dict(sample_rate=1.0, noise_multiplier=1e-3)
+    filter = ExactFilter(
+        1, **run, max_grad_norm=1.0, levels=LEVELS, target_epsilon=5e6, target_delta=1e-5, steps=10
+    )
+    budget = int(filter.budget[0])
+    assert budget > 0
+    for level, cost in zip(LEVELS, filter.costs):
+        alone = dict(run, noise_multiplier=1e-3 / level, steps=budget // cost)
+        assert compute_epsilon(**alone, delta=1e-5) <= 5e6

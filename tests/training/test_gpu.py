@@ -6,6 +6,9 @@ import pytest
 import ranks
 import torch
 
+from dpcompanion.accounting import Gaussian, Ledger
+from dpcompanion.attacks import auc, clopper_pearson
+from dpcompanion.audit import audit_scores
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.per_instance import exact_composition
 from dpcompanion.training import (
@@ -214,3 +217,19 @@ def test_masses_on_a_gpu_bound_as_those_of_the_processor_do():
         torch.testing.assert_close(
             getattr(there, name).cpu(), getattr(here, name), rtol=1e-12, atol=1e-12
         )
+
+
+def test_scores_coins_and_rates_may_lie_on_a_gpu():
+    generator = torch.Generator().manual_seed(0)
+    included = torch.randint(2, (200,), generator=generator) == 1
+    scores = included + torch.randn(200, generator=generator)
+    here, there = (
+        (
+            auc(scores[included].to(device), scores[~included].to(device)),
+            audit_scores(scores.to(device), included.to(device), delta=1e-5),
+            clopper_pearson(torch.arange(3, device=device), 10).upper,
+            Ledger([Gaussian(2.0)]).trade_off(torch.tensor([0.1, 0.5], device=device)),
+        )
+        for device in ("cpu", "cuda")
+    )
+    assert there[:2] == here[:2] and all(map(torch.equal, there[2:], here[2:]))
