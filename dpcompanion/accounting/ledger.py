@@ -547,7 +547,8 @@ class Ledger:
         """Delta of everything together at `epsilon`, an upper bound.
 
         Where no grid resolves the loss, the least delta at which the items' epsilons add up to
-        `epsilon`.
+        `epsilon`, each run at an equal share of it; `trade_off` and `mu` follow from such deltas.
+        Of one run that is close, of several with noise of their own it is loose.
 
         Raises:
             ValueError: an epsilon below 0, or not finite.
