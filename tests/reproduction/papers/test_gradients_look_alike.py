@@ -1,5 +1,6 @@
 """The exhibits of Thudi et al., on tiny tasks."""
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -8,6 +9,8 @@ import types
 import numpy as np
 import pytest
 import torch
+from opacus import GradSampleModule
+from opacus.optimizers import DPOptimizer
 
 from dpcompanion import data
 from dpcompanion.accounting import compute_epsilon
@@ -21,7 +24,14 @@ from dpcompanion.reproduction import experiments, published, runs
 from dpcompanion.reproduction.papers import gradients_look_alike as g
 from dpcompanion.reproduction.papers.gradients_look_alike import chain, compositions
 from dpcompanion.reproduction.runs import Run
-from dpcompanion.training import DPSGDPlan, cross_entropy, gradient_norms, models, train_ensemble
+from dpcompanion.training import (
+    DPSGDPlan,
+    clipped_sum,
+    cross_entropy,
+    gradient_norms,
+    models,
+    train_ensemble,
+)
 
 TINY = g.Task("mnist-5k", "softmax", epochs=1, learning_rate=1.0, runs=2, points=15, stops=4)
 NAMES = [
@@ -170,6 +180,40 @@ def test_the_sum_over_moments_is_theorem_3_3_over_all_steps(run, direction):
     torch.testing.assert_close(g.composed(every, direction, 8), by_library, rtol=1e-3, atol=0)
     torch.testing.assert_close(
         g.theorem_3_3(norms.movedim(1, 0), found.plan, 8), by_library, rtol=1e-3, atol=0
+    )
+
+
+def test_the_public_code_trains_with_a_clip_norm_of_batch_size_times_c_and_noise_on_the_mean():
+    torch.manual_seed(0)
+    model, (x, y) = models.linear(40, 5), (4 * torch.randn(8, 40), torch.arange(8) % 5)
+    task = experiments.get("gradients-look-alike/public-code").presets["quick"].tasks["public code"]
+    assert task.max_grad_norm == task.batch_size
+    limit = 8 * 2.5
+    norms = gradient_norms(model, cross_entropy, x, y)
+    assert norms.min() < limit < norms.max()
+    ours = clipped_sum(model, cross_entropy, x, y, limit).gradients
+
+    theirs = GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
+    optimizer = DPOptimizer(
+        torch.optim.SGD(theirs.parameters(), lr=1.0),
+        noise_multiplier=0.0,
+        max_grad_norm=2.5,
+        expected_batch_size=8,
+        loss_reduction="sum",
+    )
+
+    def update(noise_multiplier):
+        optimizer.noise_multiplier = noise_multiplier
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(theirs(x), y).backward()
+        assert optimizer.pre_step()
+        return torch.cat([p.grad.flatten() for p in theirs.parameters()])
+
+    mean = torch.cat([g.flatten() for g in ours.values()]) / 8
+    torch.testing.assert_close(update(0.0), mean)
+    noise = torch.cat([update(3.0) - mean for _ in range(50)])  # of sigma C, on the mean
+    assert (noise / 7.5).square().sum().item() == pytest.approx(
+        len(noise), abs=4.5 * math.sqrt(2 * len(noise))
     )
 
 

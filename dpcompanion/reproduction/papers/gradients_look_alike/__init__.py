@@ -17,6 +17,7 @@ from dpcompanion.reproduction.papers.gradients_look_alike import (
     compositions,
     costs,
     mean_updates,
+    public_code,
     resnets,
     runs,
     stages,
