@@ -205,7 +205,7 @@ def test_the_public_code_trains_with_a_clip_norm_of_batch_size_times_c_and_noise
     def update(noise_multiplier):
         optimizer.noise_multiplier = noise_multiplier
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(theirs(x), y).backward()
+        torch.nn.functional.cross_entropy(theirs(x.requires_grad_()), y).backward()
         assert optimizer.pre_step()
         return torch.cat([p.grad.flatten() for p in theirs.parameters()])
 
