@@ -3,7 +3,8 @@
 The loop gives Opacus the mean over a batch as if it were a sum. Each gradient is then divided by
 the size of the batch before it is clipped to C, and noise of standard deviation sigma C is added to
 a mean in place of a sum. So the clip norm is C times the size of the batch, at the learning rate
-that the text has for C. Here the expected size of a batch stands for its own.
+that the text has for C. Here the expected size of a batch stands for its own, which depends on who
+is in it: the code's training lacks the guarantee that such a run has.
 """
 
 import dataclasses
