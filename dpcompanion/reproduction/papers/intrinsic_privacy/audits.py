@@ -396,7 +396,8 @@ def _attacked(record, tasks, mu, epsilon):
             shown = max(record.values[f"{row}.epsilon_of_mu_audited"])
             yield (
                 f"{NAMES[name]}, {start} start",
-                f"at least {shown:.2f}; claimed {record.values[f'{row}.{epsilon}']:.2f}",
+                f"if Gaussian at least {shown:.2f}; "
+                f"claimed {record.values[f'{row}.{epsilon}']:.2f}",
                 intervals.Interval(seen, seen, math.inf).at_most(record.values[f"{row}.{mu}"]),
             )
 
@@ -427,6 +428,6 @@ def _augmented(record, tasks, sensitivity):
             ]
             yield (
                 f"{NAMES[name]}, {start} start",
-                f"at least {shown:.2f}",
+                f"if Gaussian at least {shown:.2f}",
                 intervals.Interval(shown, shown, math.inf).at_most(1.0),
             )

@@ -175,7 +175,9 @@ def text_cost(config, run):
 
 
 @finding(
-    f"{NAME}/text-cost", "with norms rounded to 0.01 of the clip norm, 100 divergences serve all"
+    f"{NAME}/text-cost",
+    "with norms rounded to 0.01 of the clip norm, 100 divergences serve all",
+    kind="own",  # by construction
 )
 def few_divergences_serve_all(record):
     few, many = (
@@ -245,14 +247,14 @@ def figure_5(config, run):
 
 @finding(
     f"{NAME}/figure-5",
-    "mean epsilon rises with the decile of the loss (rank correlation 0.95 or more)",
+    "mean epsilon rises with the decile of the loss (rank correlation 0.9 or more, our threshold)",
 )
 def deciles_rise(record):
     for kind in ("mean_loss", "last_loss"):
         r = intervals.rank_correlation(
             record.values[f"{kind}.rank_correlation"], len(record.values[f"{kind}.epsilon"])
         )
-        yield f"{label(record)}, {kind.replace('_', ' ')}", f"{r:.2f}", r.at_least(0.95)
+        yield f"{label(record)}, {kind.replace('_', ' ')}", f"{r:.2f}", r.at_least(0.9)
 
 
 @experiment(f"{NAME}/figure-6", quick=QUICK)

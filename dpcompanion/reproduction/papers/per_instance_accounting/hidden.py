@@ -79,8 +79,8 @@ def algorithm_1(config, run):
 
 @finding(
     f"{NAME}/algorithm-1",
-    "with running estimates some reported epsilon is below what the outputs reveal; with norms of "
-    "every step none is",
+    "with running estimates some charge (Rényi divergence, order 3) is below what the outputs "
+    "reveal; with norms of every step none is",
     kind="refutes",
 )
 def running_estimates_understate(record):
