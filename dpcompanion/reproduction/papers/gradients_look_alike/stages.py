@@ -153,8 +153,7 @@ def figure_3(config, run):
 
 
 FIGURE_7 = WatchMore(
-    {"LeNet-5": varied(MNIST, runs=1), "softmax regression": varied(PLAIN_MNIST, runs=1)},
-    larger=LONG,
+    {"LeNet-5": varied(MNIST, runs=1), "softmax regression": varied(PLAIN_MNIST, runs=1), **LONG}
 )
 FIGURE_7_QUICK = WatchMore({"LeNet-5": DIGITS, "softmax regression": PLAIN_DIGITS})
 
@@ -185,7 +184,7 @@ class Corollary(WatchMore):
 @experiment(
     "gradients-look-alike/figure-9",
     quick=Corollary(FIGURE_7_QUICK.tasks),
-    paper=Corollary(FIGURE_7.tasks, larger=LONG),
+    paper=Corollary(FIGURE_7.tasks),
 )
 def figure_9(config, run):
     """Epsilon of one step at delta 1e-5 by corollary 3.1, corrected, for the sum.
@@ -233,9 +232,12 @@ def figure_9(config, run):
     kind="own",  # so does every clipped gradient; the paper does not print its baseline
 )
 def _below_the_baseline(record):
-    examples = next(entry["examples"] for entry in record.data if entry["split"] == "train")
+    examples = {
+        entry["name"]: entry["examples"] for entry in record.data if entry["split"] == "train"
+    }
     for name in reported(record):
-        plan = plan_of(types.SimpleNamespace(**record.config["tasks"][name]), examples)
+        task = types.SimpleNamespace(**record.config["tasks"][name])
+        plan = plan_of(task, examples[task.data])
         highest = max(record.values[f"{name}.{stage}.paper_p_at_most"] for stage in STAGES)
         baseline = float(worst_case(dataclasses.replace(plan, steps=1))[0])
         yield name, f"{highest:.2f} of {baseline:.2f}", highest < baseline
