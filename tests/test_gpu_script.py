@@ -89,7 +89,7 @@ def test_the_records_are_those_that_the_book_says_remain_with_its_seeds_and_days
             or " ".join(found[command.split()[2]]) == command.partition(" --seeds ")[2]
         )
     order = list(found)
-    assert order.index("gradients-look-alike/figure-3") < order.index("idp-sgd/figure-2")
+    assert order.index("gradients-look-alike/figure-2") < order.index("idp-sgd/figure-2")
     assert gpu.main(["--list", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "to do: tests\n" in said and all(f"to do: {name}\n" in said for name in order)
