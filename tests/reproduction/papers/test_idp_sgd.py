@@ -331,6 +331,12 @@ def test_further_seeds_count_where_both_sides_of_a_difference_have_them(tmp_path
     both = accuracy_tables.finals(record, "weight_100", "weight_0")
     gain = accuracy_tables.gain_of(record, "weight_100", "weight_0")
     assert gain == intervals.difference(*both, confidence=0.975)  # a second look
+    config = chapter.Baselines(TINY, seeds=(2, 3))  # the first of them is in the table already
+    records.write(records.make("idp-sgd/more-seeds", "paper", more, config=config), tmp_path)
+    assert accuracy_tables.finals(record, "weight_100", "weight_0") == [
+        [98.0, 97.9, 97.9, 98.0],
+        [97.9, 97.8, 97.6, 97.9],
+    ]
     for values, task in (({"A.sample.final": [98.1]}, TINY), (more, chapter.MNIST)):
         record = with_more(tmp_path, values, task)
         both = (record.values[f"weight_{weight}.final"] for weight in (100, 0))
