@@ -104,6 +104,25 @@ def test_grids_agree_with_algorithm_1_by_hand(run):
     )
 
 
+def test_table_4_is_a_mean_over_random_projections_of_the_digits(run, monkeypatch):
+    name = "digits"
+    monkeypatch.setattr(ip.utility, "UNSCALED", {name: SMALL})
+    first, second = (ip.problem(ip.grids.projected(name, n)) for n in (0, 1))
+    assert first is ip.problem(name) and not torch.equal(first.features, second.features)
+    torch.testing.assert_close(first.labels, second.labels, rtol=0, atol=0)
+    found = experiments.get("intrinsic-privacy/table-4")
+    config = dataclasses.replace(
+        found.presets["quick"], tasks={name: SMALL}, models=20, draws=2, projections=3
+    )
+    values, once = (found.function(dataclasses.replace(config, projections=n), run) for n in (3, 0))
+    for key in ("noiseless_accuracy", "theory.deterministic", "empirical.gain"):
+        whole = values[f"{key}.{name}"]
+        assert whole.n == 3 and whole.sd > 0
+        if key != "noiseless_accuracy":  # of twenty models here, and of all of them there
+            assert values[f"one_projection.{key}.{name}"] == once[f"{key}.{name}"]
+    assert not any(key.startswith("one_projection") for key in once)
+
+
 def test_an_interrupted_grid_goes_on_where_it_stopped(run, monkeypatch):
     task = dataclasses.replace(SMALL, seeds=34)
     whole = ip.trained("digits", task, run)

@@ -65,16 +65,16 @@ class Problem:
 
 
 @functools.cache
-def _digits(source, unscaled):
-    """3 against 5, projected from 784 to 50 features."""
-    generator = torch.Generator().manual_seed(50)
-    projection = torch.randn(784, 50, generator=generator, dtype=torch.float64) / 50**0.5
+def _digits(source, unscaled, projection=0):
+    """3 against 5, projected from 784 to 50 features by the random matrix of that number."""
+    generator = torch.Generator().manual_seed(50 + projection)
+    matrix = torch.randn(784, 50, generator=generator, dtype=torch.float64) / 50**0.5
     parts, loaded = [], []
     for split in ("train", "test"):
         found = data.load(source, split=split, dtype=torch.float64)
         loaded.append(found.provenance())
         kept = (found.labels == 3) | (found.labels == 5)
-        parts += [found.features[kept].flatten(1) @ projection, (found.labels[kept] == 5).long()]
+        parts += [found.features[kept].flatten(1) @ matrix, (found.labels[kept] == 5).long()]
     return _problem(*parts, rescale=False, unit=not unscaled), loaded
 
 
@@ -160,19 +160,25 @@ def _problem(features, labels, test_features, test_labels, *, rescale=True, unit
 
 
 _SOURCES = {
-    "mnist-binary": lambda: _digits("mnist", False),
-    "mnist-binary-unscaled": lambda: _digits("mnist", True),
+    "mnist-binary": functools.partial(_digits, "mnist", False),
+    "mnist-binary-unscaled": functools.partial(_digits, "mnist", True),
     "forest": _forest,
     "adult": _adult,
     "adult-code": _adult,
-    "digits": lambda: _digits("mnist-5k", False),
+    "digits": functools.partial(_digits, "mnist-5k", False),
     "breast-cancer": _breast_cancer,
 }
 
 
+def projected(name, number):
+    """The task of digits that has the random projection of that number in place of the first."""
+    return f"{name}.projection-{number}" if number else name
+
+
 def problem(name, run=None):
     """The examples of a task, noted in the run's record."""
-    found, loaded = _SOURCES[name]()
+    name, _, number = name.partition(".projection-")
+    found, loaded = _SOURCES[name](*([int(number)] if number else []))
     if run is not None:
         run.note(loaded)
     return found
@@ -272,7 +278,7 @@ def grid_runs(
             learning_rate=task.learning_rate,
             initialization=initialization,
             hidden=hidden,
-            enforce_conditions=not name.endswith("-unscaled"),
+            enforce_conditions="-unscaled" not in name,
             device=run.device,
             progress=False,
         )
