@@ -12,6 +12,7 @@ where the book shows it. `ExhibitStatus.to_do` says what is left to run of an ex
 True
 """
 
+import collections
 import dataclasses
 import os
 import re
@@ -226,10 +227,15 @@ class ExhibitStatus:
         what, how = self._left
         if self.exhibit.needs:
             return f"needs {self.exhibit.needs}", how
-        takes = [
+        takes = collections.Counter(
             published.exhibit(name).takes for name in re.findall(r"dpcompanion run (\S+)", how)
+        )
+        times = [
+            words if count == 1 else f"{words} for each of {count} runs"
+            for words, count in takes.items()
+            if words
         ]
-        return "; ".join([what, *filter(None, takes)]), how
+        return "; ".join([what, *times]), how
 
     @property
     def more_seeds(self) -> tuple[str, str] | None:

@@ -604,7 +604,7 @@ def test_printed_numbers_that_no_record_has_are_left_to_do(tmp_path):
     )
     one = scoreboard.exhibit_status("idp-sgd/table-10", folder=tmp_path)
     assert one.outcomes.numbers == {"matches": 2, "not run": 58}
-    assert one.to_do[0].startswith("58 of 60 numbers")
+    assert one.to_do[0] == ("58 of 60 numbers; one core, about two hours for each of 10 runs")
     assert one.to_do[1].split(" && ") == [
         f"dpcompanion run idp-sgd/table-10-class-{c} --preset paper" for c in range(10)
     ]

@@ -947,6 +947,33 @@ def test_weighted_votes_beat_plain_ones_on_the_small_task(tmp_path):
     assert values["mnist-5k.ipate_A"].n == 1 and values["pate.labels"] == 50
 
 
+def test_trained_networks_are_compared_with_votes_on_the_same_data(tmp_path):
+    def write(exhibit, values, data="mnist"):
+        config = {"task": {"data": data}, "groups": {"A": [34, 43, 23], "B": [54, 37, 9]}}
+        records.write(records.make(exhibit, "paper", values, config=config), tmp_path)
+
+    def outcomes():
+        record = records.find("idp-sgd/table-13", "paper", tmp_path)
+        return [outcome for _, _, outcome in pate_students.ahead_of_votes(record)]
+
+    votes = {f"mnist.ipate_{setup}": records.mean_and_sd([90.0, 91.0, 92.0]) for setup in "AB"}
+    trained = {
+        f"mnist.{setup}.{method}": records.mean_and_sd([mean - 0.1, mean, mean + 0.1])
+        for setup, method, mean in (
+            ("A", "sample", 97.8),
+            ("A", "scale", 91.2),
+            ("B", "sample", 85.0),
+            ("B", "scale", 97.5),
+        )
+    }
+    write("idp-sgd/table-13", votes)
+    assert outcomes() == []
+    write("idp-sgd/table-2", {}, data="cifar10")
+    assert outcomes() == [], "of other data"
+    write("idp-sgd/table-2", trained)
+    assert outcomes() == ["holds", "undecided", "fails", "holds"]
+
+
 @pytest.mark.slow
 def test_networks_as_teachers_learn_their_part_and_each_kind_of_student_takes_its_labels(tmp_path):
     config = pate_students.Teachers(

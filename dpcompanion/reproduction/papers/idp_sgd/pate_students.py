@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from dpcompanion import pate
+from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import gain_of
 from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS
@@ -194,3 +195,19 @@ def weights_help(record):
     for kind in ("ipate_A", "ipate_B"):
         gain = gain_of(record, kind, "pate")
         yield kind[-1], f"{gain:+.1f}", gain.above(0)
+
+
+@finding(
+    "idp-sgd/table-13",
+    "Sample and Scale (table 2) are more accurate than weighted votes with the same budgets",
+)
+def ahead_of_votes(record):
+    trained, data = record.beside("idp-sgd/table-2"), record.config["task"]["data"]
+    if trained is None or trained.config["task"]["data"] != data:
+        return
+    for setup in record.config["groups"]:
+        for method in ("sample", "scale"):
+            gain = intervals.unpaired(
+                trained.values[f"{data}.{setup}.{method}"], record.values[f"{data}.ipate_{setup}"]
+            )
+            yield f"{setup}, {method.capitalize()}", f"{gain:+.1f}", gain.above(0)
