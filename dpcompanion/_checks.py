@@ -52,8 +52,8 @@ def flat_doubles(name: str, value: Any) -> np.ndarray:
 def unlabelled(value: Any) -> Any:
     """A pandas Series or DataFrame as the array of its values, in their order; all else as it is.
 
-    Labels are not positions: `torch.as_tensor` would look values up by the labels 0, 1, ..., and so
-    reorder them.
+    Labels are not positions: `torch.as_tensor` asks for what is labelled 0, and fails where nothing
+    is, as in the part of a table that a split leaves.
     """
     return (
         np.array(value.to_numpy())

@@ -34,14 +34,14 @@ epsilon 2.10137 at delta 1e-05 (add/remove one example, Poisson sampling, accoun
 """
 
 import argparse
-import decimal
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from dpcompanion import __version__
+from dpcompanion._rounding import rounded
 
 RELATION, SAMPLER = "add or remove one example", "Poisson"
 RELATIONS = {
@@ -131,22 +131,6 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither a number nor a fraction such as 512/60000"
         ) from None
-
-
-def rounded(value: float, toward: Callable[[float], int], digits: int = 6) -> float:
-    """`value` to `digits` significant digits, rounded by math.ceil or math.floor: never past the
-    other side of it.
-
-    >>> rounded(1.82826712, math.ceil), rounded(0.0141524479, math.floor), rounded(254, math.floor)
-    (1.82827, 0.0141524, 254)
-    """
-    if isinstance(value, int) or value == 0 or not math.isfinite(value):
-        return value
-    # In decimals, since a product of floats may itself be rounded to the wrong side.
-    context = decimal.Context(
-        prec=digits, rounding={math.ceil: "ROUND_CEILING", math.floor: "ROUND_FLOOR"}[toward]
-    )
-    return float(context.create_decimal(repr(float(value))))
 
 
 def exactly(value: float) -> str:

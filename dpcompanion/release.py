@@ -13,7 +13,7 @@ of these models and of that person's data alone (Yu et al. 2023, theorem 3.2), s
 one value. The models protect a person by the training's own guarantee, and the two add up:
 :math:`(\varepsilon_\text{train} + \varepsilon, \delta_\text{train} + \delta)` at most, with what
 training promised beforehand and not with the person's own account. **Not covered:** values that
-depend on more than that, such as epsilons by running estimates, which hang on who was sampled.
+depend on more than that, such as epsilons by running estimates: those follow who was sampled.
 
 **Several releases.** All methods here are compositions of Gaussian mechanisms, so they compose
 exactly: `split` gives the epsilon at which each of k releases may run so that together they are
@@ -511,7 +511,7 @@ def _noisy(exact, std, generator, *, ratio, most, numbers=1):
     Without a generator sum and noise are added on a grid g, which moves two releases apart by
     sqrt(numbers) g more; what floats add to `exact` is less than that again. No number of `exact`
     can exceed `most`, so that whether the grid has room for them is known without them: an error
-    that hung on private values would tell about them.
+    that depended on private values would tell about them.
     """
     if generator is not None:
         _check_room(most, std)

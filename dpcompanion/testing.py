@@ -199,7 +199,7 @@ def check_filter(filter: Filter, *, delta: float = 1e-5, steps: int = 60, seed: 
         alike = torch.equal(_limits(lonely, row)[:1], _limits(beside, other)[:1])
         _say(
             alike,
-            "clip_norms must give an example what its own norms ask for, but it hung on others'",
+            "clip_norms must give an example what its own norms ask for, but others' changed it",
         )
     nobody = _limits(copy.deepcopy(filter), torch.zeros(n, dtype=torch.float64))
     _say(not bool(nobody.any()), "clip_norms must give 0 for norms of 0")

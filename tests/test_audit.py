@@ -12,7 +12,7 @@ from scipy import stats
 
 from dpcompanion import audit
 from dpcompanion.accounting import compute_delta, gaussian_epsilon
-from dpcompanion.training import DPSGDPlan, cross_entropy, models
+from dpcompanion.training import Callbacks, Checkpoint, DPSGDPlan, cross_entropy, models
 
 from .refusals import refused, refuses
 
@@ -204,7 +204,7 @@ def test_the_claim_of_a_plan_is_all_its_pairs_of_epsilon_and_delta():
     ).inverse(0.5)
 
 
-def orthogonal(n, claimed=None):
+def orthogonal(n, claimed=None, seed=0, **options):
     """An audit of a model in which each example's gradient, five times the clip norm, has a weight
     of its own.
     """
@@ -220,8 +220,27 @@ def orthogonal(n, claimed=None):
         optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
         canaries=torch.arange(n),
         together=False,
-        generator=torch.Generator().manual_seed(0),
+        generator=torch.Generator().manual_seed(seed),
+        **options,
     )["all"]
+
+
+def test_an_audit_that_goes_on_scores_the_coins_of_its_run(tmp_path):
+    claimed = plan(50, noise_multiplier=0.3, sample_rate=1.0, steps=5)
+    checkpoint = Checkpoint(tmp_path / "audit", every=2)
+
+    def stop(run):
+        if run.step == 3:
+            raise KeyboardInterrupt
+
+    whole = orthogonal(50, claimed)
+    with pytest.raises(KeyboardInterrupt):
+        orthogonal(50, claimed, checkpoint=checkpoint, callbacks=Callbacks(on_step=stop))
+    refused("other coins", orthogonal, 50, claimed, seed=1, checkpoint=checkpoint)
+    for _ in range(2):  # once more, when all is done
+        again = orthogonal(50, claimed, checkpoint=checkpoint)
+        assert (again.epsilon, again.correct) == (whole.epsilon, whole.correct)
+    assert whole.epsilon > 1
 
 
 def test_a_sound_trainer_is_not_refuted_and_something_is_found():

@@ -11,6 +11,7 @@ from dpcompanion.accounting import (
     trade_off,
 )
 from dpcompanion.accounting.histories import epsilon_of_histories
+from dpcompanion.filters import RenyiFilter
 from dpcompanion.idp import budgets_for, scale_parameters
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.training import DPSGDPlan
@@ -28,6 +29,8 @@ def recorded(norms, examples=(0, 1, 2), steps=(9, 9, 9)):
     return account.epsilon(1e-5)
 
 
+PLAN = DPSGDPlan(n=3, sample_rate=0.1, steps=2, max_grad_norm=4.0, noise_multiplier=1.0, delta=1e-5)
+FILTER = RenyiFilter.for_plan(PLAN, 100.0)
 TAKEN = {
     "compute_epsilon": lambda v: compute_epsilon(
         noise_multiplier=v, delta=1e-5, accountant="rdp", **RUN
@@ -52,6 +55,8 @@ TAKEN = {
     "steps": lambda v: recorded(
         VALUES, steps=(0 * v + 4).astype(int) if hasattr(v, "astype") else [4, 4, 4]
     ),
+    "filter": lambda v: FILTER.clip_norms(v),
+    "filter's budgets": lambda v: RenyiFilter.for_plan(PLAN, v).epsilon(1e-5),
     "plan": lambda v: (
         DPSGDPlan(
             n=3, sample_rate=0.1, steps=2, max_grad_norm=v, noise_multiplier=1.0, delta=1e-5

@@ -16,9 +16,14 @@ import math
 
 from dpcompanion import _checks
 from dpcompanion.accounting.runs import ACCOUNTANTS, compute_epsilon
-from dpcompanion.accounting.search import crossing
+from dpcompanion.accounting.search import (
+    LEAST_NOISE_SEARCHED,
+    LEAST_RATE_SEARCHED,
+    MOST_NOISE_SEARCHED,
+    crossing,
+)
 
-_SMALLEST_RATE, _LARGEST_NOISE, _MOST_STEPS = 1e-12, 1e9, 10**9
+_MOST_STEPS = 10**9
 
 
 def find_noise_multiplier(
@@ -81,14 +86,14 @@ def find_noise_multiplier(
         excess,
         accountant,
         start=0.0,
-        low=math.log(1e-3),
-        high=math.log(_LARGEST_NOISE),
+        low=math.log(LEAST_NOISE_SEARCHED),
+        high=math.log(MOST_NOISE_SEARCHED),
         meets="above",
     )
     if found is None:
         raise ValueError(
             f"target_epsilon={target_epsilon:g} cannot be met: not even a noise multiplier of "
-            f"{_LARGEST_NOISE:g} does"
+            f"{MOST_NOISE_SEARCHED:g} does"
         )
     return math.exp(found)
 
@@ -152,7 +157,7 @@ def find_sample_rate(
         excess,
         accountant,
         start=math.log(0.01),
-        low=math.log(_SMALLEST_RATE),
+        low=math.log(LEAST_RATE_SEARCHED),
         high=0.0,
         meets="below",
     )
@@ -160,7 +165,7 @@ def find_sample_rate(
         raise ValueError(
             f"target_epsilon={target_epsilon:g} cannot be met with "
             f"noise_multiplier={noise_multiplier:g} and steps={steps}: not even a sample rate of "
-            f"{_SMALLEST_RATE:g} does"
+            f"{LEAST_RATE_SEARCHED:g} does"
         )
     return min(math.exp(found), 1.0)
 

@@ -96,7 +96,7 @@ def _delta(mu, epsilon):
 def _rest_of_square(m):
     """What m * m in float64 lacks of m^2 (Dekker 1971).
 
-    Where m is large, a delta hangs on the last digits of epsilon - m^2 / 2.
+    Where m is large, a delta depends on the last digits of epsilon - m^2 / 2.
     """
     high = m * (2.0**27 + 1)
     high = high - (high - m)

@@ -35,6 +35,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._rounding import rounded
 from dpcompanion.accounting.loss import LARGEST_NOISE
 
 _MOST = 10**12  # steps of an item
@@ -128,6 +129,20 @@ class Guarantee:
     def __post_init__(self):
         _fix(self, "epsilon", _checks.number("epsilon", self.epsilon, 0, math.inf, closed="left"))
         _fix(self, "delta", _checks.number("delta", self.delta, 0, 1, closed="left"))
+
+
+def guarantee_replaced(item: Guarantee) -> tuple[float, float]:
+    r""":math:`(2 \varepsilon, (1 + e^\varepsilon) \delta)`, what a guarantee says of one example
+    that replaces another, by way of the data with neither. Delta is rounded up, and at most 1.
+
+    >>> guarantee_replaced(Guarantee(1.0, 0.0)), guarantee_replaced(Guarantee(800.0, 1e-300))
+    ((2.0, 0.0), (1600.0, 1.0))
+    """
+    if not item.delta:
+        return 2 * item.epsilon, 0.0
+    # The logarithm, since e^epsilon may be beyond all floats; its last digits are of delta's 13th.
+    log_delta = item.epsilon + math.log1p(math.exp(-item.epsilon)) + math.log(item.delta)
+    return 2 * item.epsilon, min(1.0, math.exp(min(0.0, log_delta)) * (1 + 2.0**-42))
 
 
 Item = SampledGaussian | Gaussian | Laplace | Guarantee
@@ -433,7 +448,8 @@ def said(entry: LedgerEntry, *about: str) -> str:
             f"{item.noise_multiplier:g}"
         )
     elif isinstance(item, Guarantee):
-        words = f"an ({item.epsilon:g}, {item.delta:g})-DP mechanism"
+        epsilon, delta = (rounded(value, math.ceil) for value in (item.epsilon, item.delta))
+        words = f"an ({epsilon:g}, {delta:g})-DP mechanism"
     else:
         noise = item.noise_multiplier if isinstance(item, Gaussian) else item.scale
         words = (

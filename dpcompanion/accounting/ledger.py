@@ -67,6 +67,7 @@ import numpy as np
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._rounding import rounded
 from dpcompanion.accounting import inclusion_bound, mixed
 from dpcompanion.accounting.composed import ComposedLoss
 from dpcompanion.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
@@ -78,6 +79,7 @@ from dpcompanion.accounting.items import (
     LedgerEntry,
     SampledGaussian,
     entry_of,
+    guarantee_replaced,
     one_of_many,
     said,
 )
@@ -281,15 +283,14 @@ class Ledger:
 
     def _gaussian_mu(self):
         """mu of all Gaussian releases and full batches together."""
-        squares = []
+        ratios = []
         for item in self.items:
             if isinstance(item, Gaussian):
-                squares.append(
-                    item.count * (self._factor(item.replaced) / item.noise_multiplier) ** 2
-                )
+                ratio = self._factor(item.replaced) / item.noise_multiplier
+                ratios.append(math.sqrt(item.count) * ratio)
             elif isinstance(item, SampledGaussian) and item.sample_rate == 1:
-                squares.append(item.steps * (self._factor(2) / item.noise_multiplier) ** 2)
-        return math.sqrt(math.fsum(squares)) * (1 + 2.0**-50)
+                ratios.append(math.sqrt(item.steps) * self._factor(2) / item.noise_multiplier)
+        return math.hypot(*ratios) * (1 + 2.0**-50)
 
     def _bounded(self):
         """Counts of Laplace scales, and of (epsilon, delta)."""
@@ -301,11 +302,8 @@ class Ledger:
                 scales[scale] = scales.get(scale, 0) + item.count
             elif isinstance(item, Guarantee):
                 key = item.epsilon, item.delta
-                if self.relation == "replace":  # by way of the data with neither
-                    key = (
-                        2 * item.epsilon,
-                        min(1.0, (1 + math.exp(min(item.epsilon, 700))) * item.delta),
-                    )
+                if self.relation == "replace":
+                    key = guarantee_replaced(item)
                 guarantees[key] = guarantees.get(key, 0) + 1
         return dict(sorted(scales.items())), dict(sorted(guarantees.items()))
 
@@ -849,7 +847,4 @@ class Ledger:
 
 def _up(value, digits=4):
     """A number of few digits, rounded up."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    unit = 10.0 ** (math.floor(math.log10(value)) + 1 - digits)
-    return f"{math.ceil(value / unit) * unit:.{digits}g}"
+    return f"{rounded(value, math.ceil, digits):g}"

@@ -35,7 +35,15 @@ from dpcompanion.accounting.histories import (
     epsilons_in_one_direction,
     total_steps,
 )
-from dpcompanion.accounting.items import Gaussian, Guarantee, Item, Laplace, SampledGaussian, times
+from dpcompanion.accounting.items import (
+    Gaussian,
+    Guarantee,
+    Item,
+    Laplace,
+    SampledGaussian,
+    guarantee_replaced,
+    times,
+)
 from dpcompanion.accounting.levels import Levels
 from dpcompanion.accounting.loss import DIRECTIONS, LARGEST_NOISE, LEAST_RATE, StepLoss
 from dpcompanion.accounting.pld import LOG_CAPPED
@@ -153,9 +161,9 @@ def _is_sampled(kind):
 def _replaced(cost):
     """A kind whose loss is that of one step or release where one example replaces another."""
     item = cost.item
-    if isinstance(item, Guarantee):  # by way of the data with neither
-        delta = (1 + math.exp(min(item.epsilon, 700))) * item.delta
-        return Guarantee(2 * item.epsilon, min(delta, math.nextafter(1, 0)))
+    if isinstance(item, Guarantee):
+        epsilon, delta = guarantee_replaced(item)
+        return Guarantee(epsilon, min(delta, math.nextafter(1, 0)))
     if isinstance(item, Laplace):
         return Laplace(item.scale / item.replaced)
     if isinstance(item, Gaussian):

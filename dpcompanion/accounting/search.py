@@ -16,6 +16,8 @@ import torch
 
 #: `crossing` stops when the answer is known to this precision.
 PRECISION = 5e-5
+#: Where noise multipliers and sample rates are searched for.
+LEAST_NOISE_SEARCHED, MOST_NOISE_SEARCHED, LEAST_RATE_SEARCHED = 1e-3, 1e9, 1e-12
 
 
 def bisect(holds, *, good, bad, halvings=80):

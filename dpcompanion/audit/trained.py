@@ -52,7 +52,8 @@ def audit_training(
         groups: (n,) labels of the examples, such as budgets or deciles of individual epsilon.
         together: make the second attack.
         confidence: that all bounds hold, in (0, 1).
-        generator: a torch.Generator for coins and canaries.
+        generator: a torch.Generator for coins and canaries; with a checkpoint, a call that goes on
+            needs one with the same seed.
         arguments: what else `train` takes by name: seed, device, method, precision,
             microbatch_size, callbacks, checkpoint, generator_device, progress.
 
@@ -64,7 +65,8 @@ def audit_training(
     Raises:
         ValueError: canaries that are not different indices of examples, data that are no two
             tensors, groups of another length or with a label that is none, a plan without noise or
-            without a step, a confidence outside (0, 1), or what `train` refuses.
+            without a step, a confidence outside (0, 1), a checkpoint of other canaries or coins,
+            or what `train` refuses.
 
     Examples whose gradients are five times the clip norm, each in a weight of its own:
 
@@ -214,12 +216,22 @@ class _Observer:
         return torch.stack([self.scores, torch.linalg.solve(together, self.scores)])
 
     def state_dict(self):
-        return {"scores": self.scores, "products": self.products, "included": self.included}
+        return {
+            "scores": self.scores,
+            "products": self.products,
+            "canaries": self.canaries,
+            "included": self.included,
+        }
 
     def load_state_dict(self, state):
-        self.scores = state["scores"]
-        self.products = state["products"]
-        self.included = state["included"]
+        for name, own in (("canaries", self.canaries), ("included", self.included)):
+            if not torch.equal(_checks.tensor_entry(state, name), own.cpu()):
+                raise ValueError(
+                    "checkpoint must be of an audit with the same canaries and coins, got other "
+                    f"{'coins' if name == 'included' else name}: a generator with the same seed "
+                    "draws the same"
+                )
+        self.scores, self.products = state["scores"], state["products"]
 
 
 class Canaries(NamedTuple):

@@ -97,7 +97,7 @@ class Following(DPOptimizer):
         )
 
     def _noted_parameters(self) -> list[Any]:
-        """The parameters, on which Opacus hangs what it computes."""
+        """The parameters, to which Opacus attaches what it computes."""
         return self.params
 
     @property

@@ -12,7 +12,7 @@ order :math:`\alpha` at most B between any data set with i and the same without 
 3.1: adaptive divergences add up as long as their sum is bounded). Here :math:`\rho_t(i)` is that of
 the sampled Gaussian mechanism with sensitivity the norm to which i is clipped at step t: a function
 of i and of the models so far, and of nothing else. Full-batch gradient descent (sample_rate 1) and
-Poisson sampling are covered alike; a norm that hangs on who was sampled before is not.
+Poisson sampling are covered alike; a norm that depends on who was sampled before is not.
 
 * One order, fixed beforehand, gives (epsilon, delta) by the usual conversion at that order:
   `for_epsilon` takes the one that admits the most steps at the full norm.

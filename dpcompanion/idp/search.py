@@ -9,18 +9,23 @@ from dpcompanion import _checks, accounting
 from dpcompanion.accounting import inclusion_bound, pld
 from dpcompanion.accounting.loss import LARGEST_NOISE
 from dpcompanion.accounting.runs import orders_for
-from dpcompanion.accounting.search import bisect, crossings
+from dpcompanion.accounting.search import (
+    LEAST_NOISE_SEARCHED,
+    LEAST_RATE_SEARCHED,
+    MOST_NOISE_SEARCHED,
+    bisect,
+    crossings,
+)
 from dpcompanion.idp.groups import between, interpolate, nodes_of, safe_interpolation
 
 HAIR = 1e-9  # by which epsilons by RDP may be off, relatively, for rounding errors
 _PRECISION = 2e-5  # of the logarithm of a parameter
 # by which the PLD epsilons of nearby parameters may differ, relatively, for their grids
 _JITTER = 1e-4
-_LARGEST_NOISE, _SMALLEST_RATE = 1e9, 1e-12
 _COARSE, _ROUNDS = 10.0, 6  # a search by PLD is on grids so much wider, and is corrected so often
 _EXTREMES = {
-    "noises": f"a noise multiplier of {_LARGEST_NOISE:g}",
-    "rates": f"a sample rate of {_SMALLEST_RATE:g}",
+    "noises": f"a noise multiplier of {MOST_NOISE_SEARCHED:g}",
+    "rates": f"a sample rate of {LEAST_RATE_SEARCHED:g}",
 }
 
 #: (y, which of the searched) -> (rates, noise multipliers).
@@ -61,8 +66,8 @@ class Search:
                 nodes,
                 lambda y, index: (rates_at[index], y.exp()),
                 start,
-                math.log(1e-3),
-                math.log(_LARGEST_NOISE),
+                math.log(LEAST_NOISE_SEARCHED),
+                math.log(MOST_NOISE_SEARCHED),
                 "noises",
                 accountant,
                 rough,
@@ -87,7 +92,7 @@ class Search:
             pair,
             -start.log(),
             0.0,
-            -math.log(_SMALLEST_RATE),
+            -math.log(LEAST_RATE_SEARCHED),
             "rates",
             self.accountant,
             rough,

@@ -370,7 +370,7 @@ def grid_of(std):
 
 def _rounded_quantile(numerator, bits, scale):
     """floor(-scale Phi^-1(numerator / 2^bits) + 1/2), inf for 0; exact but where the two ends of an
-    interval that hangs over a boundary differ, and there more bits are drawn.
+    interval that crosses a boundary differ, and there more bits are drawn.
     """
     import mpmath
 

@@ -164,7 +164,7 @@ def sampled_delta(sensitivity, sample_rate, noise_std, epsilon, direction):
         small = torch.log1p(torch.expm1(epsilon.clamp(max=30)) / q)
         large = epsilon - torch.log(q) + torch.log1p(-(1 - q) * torch.exp(-epsilon.clamp(min=30)))
         return q * gaussian_delta(sensitivity / noise, torch.where(epsilon < 30, small, large))
-    # 1 - (1 - q) e^epsilon, rounded up: near the epsilon at which it is 0 it hangs on the last
+    # 1 - (1 - q) e^epsilon, rounded up: near the epsilon at which it is 0 it depends on the last
     # digits.
     rest = -torch.expm1(epsilon * (1 - 2.0**-51) + torch.log1p(-q)).clamp(max=0)
     # Down by what adding up rounds, which weighs much where little noise hides a small epsilon; and

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from dpcompanion._rounding import with_places
 from dpcompanion.accounting import Ledger, LedgerEntry, SampledGaussian
 from dpcompanion.accounting.items import entry_of
 from dpcompanion.mechanism.plan import DPSGDPlan
@@ -300,10 +301,7 @@ def _finite(value):
 def rounded_up(epsilons: Any) -> str:
     """Epsilons in words, rounded up to three decimals: one, or from the least to the largest."""
     epsilons = torch.as_tensor(epsilons, dtype=torch.float64)
-    low, high = (
-        f"{math.ceil(x * 1000 - 1e-9) / 1000:.3f}" if math.isfinite(x) else "infinite"
-        for x in (float(epsilons.min()), float(epsilons.max()))
-    )
+    low, high = (with_places(float(x), math.ceil) for x in (epsilons.min(), epsilons.max()))
     return high if low == high else f"{low} to {high}"
 
 

@@ -479,18 +479,25 @@ class NormTracker(OwnLoop):
         steps, passes = (
             _checks.whole_number(name, _checks.entry(state, name), 0) for name in ("step", "passes")
         )
-        begun, over = (_checks.entry(state, name) for name in ("begun", "over"))
+        begun, over, budget = (_checks.entry(state, name) for name in ("begun", "over", "budget"))
+        begun = False if begun is None else _checks.tensor_entry(state, "begun")
         trajectory, kept = (list(_checks.entry(state, name)) for name in ("trajectory", "kept"))
+        kept = [(step, torch.as_tensor(each)) for step, each in kept]
+        before = None if self.budget is None else self._accountant.state_dict()
         self._accountant.load_state_dict(_checks.entry(state, "accountant"))
         if self.budget is not None:
-            self.budget.load_state_dict(_checks.entry(state, "budget"))
+            try:
+                self.budget.load_state_dict(budget)
+            except BaseException:  # of another run, whose account this must not keep
+                self._accountant.load_state_dict(before)
+                raise
         self.norms.copy_(norms)
         self.steps, self.measuring.count = steps, passes
         self._charged, self._limits = self.norms, None
-        self._begun = False if begun is None else begun.to(self.norms.device)
+        self._begun = begun if begun is False else begun.to(self.norms.device)
         self._over = torch.tensor(True) if over else None
         self._recorded.fill_(self.steps)
-        self._trajectory, self._kept = trajectory, [tuple(pair) for pair in kept]
+        self._trajectory, self._kept = trajectory, kept
 
     def _options(self):
         return {

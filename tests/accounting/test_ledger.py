@@ -457,6 +457,16 @@ def test_a_guarantee_whose_delta_is_all_of_delta_leaves_nothing_for_gaussians(pe
     assert Ledger([Guarantee(1.0, delta)]).epsilon(delta) == 1.0
 
 
+def test_a_guarantee_whose_e_to_epsilon_no_float_holds_has_delta_1_where_examples_are_replaced():
+    item = Guarantee(800.0, 1e-320)
+    assert Ledger([item], relation="replace").epsilon(1e-10) == math.inf
+
+
+def test_releases_with_next_to_no_noise_have_a_bound():
+    for item in (Gaussian(1e-160), SampledGaussian(1.0, 1e-160, 1), Gaussian(1e-310, count=3)):
+        assert Ledger([item]).epsilon(1e-5) == math.inf
+
+
 @pytest.mark.parametrize("delta", [0.25, 1e-5, 1e-9])
 def test_deltas_of_guarantees_together_are_rounded_up(delta):
     ledger = Ledger([Guarantee(1.0, delta)] * 3)

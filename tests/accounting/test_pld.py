@@ -60,8 +60,8 @@ def inverted_delta(q, sigma, steps, epsilon, direction="remove"):
     """(1 / 2 pi i) int M(z)^T e^(-z eps) / (z (z + 1)) dz along Re z = tilt, where M(z) = E[e^(z
     L)]: no grid of losses.
 
-    Good to eight digits where delta does not hang on a loss so rare that M hardly sees it (there it
-    is no oracle).
+    Good to eight digits where delta does not depend on a loss so rare that M hardly sees it: there
+    it is no oracle.
     """
     x, w = np.polynomial.legendre.leggauss(16)
     ends = (-14, 1 / sigma + 32) if direction == "remove" else (-32, 14)

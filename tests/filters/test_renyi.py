@@ -111,7 +111,7 @@ def test_a_curve_of_budgets_holds_at_every_order():
 def adaptive_divergence(order, budget, direction, run, points=161):
     """Divergence between three adaptive, filtered steps with and without an example, by quadrature.
 
-    The example's norm at steps two and three hangs on the outputs before; each admitted step is
+    The example's norm at steps two and three depends on the outputs before; each admitted step is
     (1 - q) N(0, s^2) + q N(c, s^2) against N(0, s^2).
     """
     q, c = run["sample_rate"], run["max_grad_norm"]

@@ -59,7 +59,7 @@ def test_draws_and_masks_are_the_same_stream():
 
 
 def test_the_coins_of_a_seed_are_what_they_always_were():
-    """Every trained number of the book hangs on them."""
+    """Every trained number of the book depends on them."""
     assert (
         PoissonSampler(30, 0.2, generator(7)).draw().tolist()
         == (torch.rand(1, 30, dtype=torch.float64, generator=generator(7)) < 0.2)[0]

@@ -1,4 +1,4 @@
-"""Verdicts do not hang on the last digits: every statistic is moved by a billionth of itself, and
+"""Verdicts do not depend on the last digits: every statistic is moved by a billionth of itself, and
 none turns.
 """
 

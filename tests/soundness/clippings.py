@@ -214,7 +214,7 @@ def oracle(model, x, y, jitter=0.0):
 
 
 def truth_of(model, x, y, tolerance):
-    """The oracle's gradients, and which examples have one that does not hang on the last bits:
+    """The oracle's gradients, and which examples have one that does not depend on the last bits:
     where rounding alone moves a gradient (behind the norm of two almost equal numbers, or at a
     kink) nobody can say what is right.
     """

@@ -702,9 +702,29 @@ def test_a_step_cut_short_is_not_forgotten_where_the_state_is_saved_and_loaded()
     bad |= {"norms": good | {"norms": torch.ones(3)}, "step": good | {"step": -1}}
     for name, state in bad.items():
         refused(name, loaded.load_state_dict, state)
+    refused("begun", loaded.load_state_dict, good | {"begun": "half"})
     over = good | {"over": True}  # as on a GPU, which is asked late
     loaded.load_state_dict(over)
     refused("above", loaded.epsilon, 1e-3)
+
+
+def test_a_refused_state_leaves_account_and_budget_as_they_were():
+    data, plan = problem(steps=20)
+
+    def after(steps, budget):
+        budget = RenyiFilter.for_plan(plan, budget)
+        options = {"clipping": "individual", "budget": budget}
+        tracker = NormTracker.for_plan(plan, network(), cross_entropy, data, **options)
+        for _ in range(steps):
+            with tracker.step():
+                pass
+        return tracker
+
+    other, own = after(3, 20.0), after(12, 30.0)
+    spent, promised = own.accountant.epsilon(1e-3), own.epsilon(1e-3)
+    refused("budget", own.load_state_dict, other.state_dict())
+    assert torch.equal(own.accountant.epsilon(1e-3), spent)
+    assert torch.equal(own.epsilon(1e-3), promised) and own.accountant.steps == own.steps == 12
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from dpcompanion.reproduction.papers.per_instance_accounting.runs import NAME
 class Hidden:
     """Algorithm 1 with K = 0 in one dimension, for a gradient that is short at first, then long.
 
-    The gradients do not hang on the outputs, so that an account along the trajectory is an account
+    The gradients do not depend on the outputs: an account along the trajectory is an account
     of the algorithm.
     """
 

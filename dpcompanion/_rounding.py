@@ -1,0 +1,41 @@
+"""Bounds in words: fewer digits, rounded to the side on which the bound still holds.
+
+In decimals, since a product of floats may itself be rounded to the wrong side.
+"""
+
+import decimal
+import math
+from collections.abc import Callable
+
+_ROUNDING = {math.ceil: decimal.ROUND_CEILING, math.floor: decimal.ROUND_FLOOR}
+
+
+def rounded(value: float, toward: Callable[[float], int], digits: int = 6) -> float:
+    """`value` to `digits` significant digits, rounded by math.ceil or math.floor: never past the
+    other side of it.
+
+    >>> rounded(1.82826712, math.ceil), rounded(0.0141524479, math.floor), rounded(254, math.floor)
+    (1.82827, 0.0141524, 254)
+    """
+    if isinstance(value, int) or value == 0 or not math.isfinite(value):
+        return value
+    context = decimal.Context(prec=digits, rounding=_ROUNDING[toward])
+    return float(context.create_decimal(repr(float(value))))
+
+
+def with_places(value: float, toward: Callable[[float], int], places: int = 3) -> str:
+    """`value` with so many decimal places, rounded by math.ceil or math.floor.
+
+    >>> (
+    ...     with_places(0.9170001, math.ceil),
+    ...     with_places(0.917, math.ceil),
+    ...     with_places(1e-9, math.ceil),
+    ... )
+    ('0.918', '0.917', '0.001')
+    """
+    if not math.isfinite(value):
+        return "infinite"
+    unit = decimal.Decimal(1).scaleb(-places)
+    context = decimal.Context(prec=400)  # enough for the largest float
+    exact = decimal.Decimal(repr(float(value)))
+    return str(exact.quantize(unit, rounding=_ROUNDING[toward], context=context))
