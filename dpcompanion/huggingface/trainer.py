@@ -24,16 +24,9 @@ from dpcompanion.huggingface.privacy import PersonalPrivacy
 from dpcompanion.huggingface.rows import collator_of, column_of
 from dpcompanion.training import DPSGDPlan, History, NormTracker, Performance, Track
 from dpcompanion.training.callbacks import promised, rounded_up
-from dpcompanion.training.checkpoints import (
-    key_file,
-    plain,
-    read_checkpoint,
-    read_keys,
-    write_checkpoint,
-    write_keys,
-)
+from dpcompanion.training.checkpoints import key_file, read_checkpoint, read_keys
 from dpcompanion.training.collating import Reader
-from dpcompanion.training.loop import TrainingLoop
+from dpcompanion.training.loop import TAKEN_OVER, TrainingLoop
 from dpcompanion.training.people import PersonItems
 
 #: The file of a checkpoint that holds draws and accounts; keys lie beside it.
@@ -438,24 +431,9 @@ class PersonalTrainer(Trainer):
 
     def _save_rng_state(self, output_dir):
         super()._save_rng_state(output_dir)
-        loop, path = self._loop, os.path.join(output_dir, STATE)
-        loop.look_at_later()
-        loop.count_dropped()
-        history = loop.run.history.saved()
-        history["epochs"] = plain(history["epochs"])
-        if loop.seed is None:
-            write_keys(key_file(path), loop.generators, loop.forward_seed)
-        write_checkpoint(
-            path,
-            {
-                "run": self._run_name,
-                "identity": loop.identity(),
-                "step": loop.run.step,
-                "generators": {name: g.get_state() for name, g in loop.generators.items()},
-                "stateful": {name: item.state_dict() for name, item in loop.stateful.items()},
-                "history": history,
-            },
-        )
+        self._loop.look_at_later()
+        self._loop.count_dropped()
+        self._loop.write(os.path.join(output_dir, STATE), run=self._run_name)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -469,9 +447,7 @@ class PersonalTrainer(Trainer):
 
     def _restore(self, path):
         loop = self._loop
-        content = read_checkpoint(
-            path, ("run", "identity", "step", "generators", "stateful", "history")
-        )
+        content = read_checkpoint(path, ("run", *TAKEN_OVER))
         theirs, ours = content["identity"], loop.identity()
         differ = sorted(key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key))
         if differ or set(content["stateful"]) != set(loop.stateful):
@@ -484,19 +460,7 @@ class PersonalTrainer(Trainer):
             self._check_unfinished(path)
             found = read_keys(key_file(path), loop.generators)
             loop.forward_seed = loop.forward_seed if found is None else found
-        for name, state in content["generators"].items():
-            loop.generators[name].set_state(state)
-        for name, state in content["stateful"].items():
-            loop.stateful[name].load_state_dict(state)
-        known = {
-            "plan": loop.run.plan,
-            "steps": content["step"],
-            "tracker": loop.run.history.tracker,
-        }
-        loop.run.step, loop.run.history = content["step"], History(**content["history"], **known)
-        loop.run.history.losses = loop.run.history.losses.to(loop.device)
-        loop.run.history.batch_sizes = loop.run.history.batch_sizes.to(loop.device)
-        loop.dropped.fill_(loop.run.history.dropped)
+        loop.take_over(content)
 
     def _check_unfinished(self, path):
         """Refuse a second ending by new random numbers: both endings would cost privacy."""

@@ -57,7 +57,8 @@ from dpcompanion.training.options import Performance, Track, performance_of
 from dpcompanion.training.tracking import tracker_of
 
 _FORMAT = 4
-_KEYS = ("identity", "step", "model", "optimizer", "generators", "stateful", "history")
+#: What a checkpoint holds besides the model and the optimizer.
+TAKEN_OVER = ("identity", "step", "generators", "stateful", "history")
 # Proofs that are repeated before a user hears that they are.
 _OFTEN = 8
 
@@ -668,27 +669,40 @@ class TrainingLoop:
         self.count_dropped()
         self.check_alike()
         if self.ranks.first:
-            self._write(path)
+            run = self.run
+            model, optimizer = run.model.state_dict(), run.optimizer.state_dict()
+            self.write(path, model=model, optimizer=optimizer)
         self.ranks.any(False)  # none goes on if rank 0 could not write
 
-    def _write(self, path):
-        run, history = self.run, self.run.history
+    def write(self, path, **rest):
+        """Write a checkpoint: draws, accounts and history, with the `rest`."""
+        history = self.run.history.saved()
         content = {
             "identity": self.identity(),
-            "step": run.step,
-            "model": run.model.state_dict(),
-            "optimizer": run.optimizer.state_dict(),
+            "step": self.run.step,
             "generators": {name: g.get_state() for name, g in self.generators.items()},
             "stateful": {name: item.state_dict() for name, item in self.stateful.items()},
-            "history": history.saved(),
+            "history": history | {"epochs": plain(history["epochs"])},
         }
-        content["history"]["epochs"] = plain(history.epochs)
         if self.seed is None:
             write_keys(key_file(path), self.generators, self.forward_seed)
-        write_checkpoint(path, content)
+        write_checkpoint(path, content | rest)
+
+    def take_over(self, content):
+        """Go on from the draws, accounts and history of a checkpoint of this run."""
+        for name, state in content["generators"].items():
+            self.generators[name].set_state(state)
+        for name, state in content["stateful"].items():
+            self.stateful[name].load_state_dict(state)
+        run = self.run
+        known = {"plan": run.plan, "steps": content["step"], "tracker": run.history.tracker}
+        run.step, run.history = content["step"], History(**content["history"], **known)
+        run.history.losses = run.history.losses.to(self.device)
+        run.history.batch_sizes = run.history.batch_sizes.to(self.device)
+        self.dropped.fill_(run.history.dropped)
 
     def load(self, path):
-        content = read_checkpoint(path, _KEYS)
+        content = read_checkpoint(path, (*TAKEN_OVER, "model", "optimizer"))
         theirs, ours = content["identity"], self.identity()
         if theirs.get("optimizer") == self.begun_with[:-1]:
             # written before checkpoints held more of the optimizer than type and learning rates
@@ -721,15 +735,7 @@ class TrainingLoop:
             self.forward_seed = self.forward_seed if found is None else found
         run.model.load_state_dict(content["model"])
         run.optimizer.load_state_dict(content["optimizer"])
-        for name, state in content["generators"].items():
-            self.generators[name].set_state(state)
-        for name, state in content["stateful"].items():
-            self.stateful[name].load_state_dict(state)
-        known = {"plan": run.plan, "steps": content["step"], "tracker": run.history.tracker}
-        run.step, run.history = content["step"], History(**content["history"], **known)
-        run.history.losses = run.history.losses.to(self.device)
-        run.history.batch_sizes = run.history.batch_sizes.to(self.device)
-        self.dropped.fill_(run.history.dropped)
+        self.take_over(content)
 
 
 def _numbers_of(defaults):
