@@ -46,7 +46,9 @@ def flat_doubles(name: str, value: Any) -> np.ndarray:
             raise TypeError
         return entries.astype(np.float64).ravel()
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name} must be a number or an array of numbers, got {value!r}") from None
+        raise ValueError(
+            f"{name} must be a number or an array of numbers, got {value!r:.80}"
+        ) from None
 
 
 def unlabelled(value: Any) -> Any:
@@ -107,7 +109,7 @@ def number(
         return value
     entries = flat_doubles(name, value)
     if entries.size != 1:
-        raise ValueError(f"{name} must be one number, got {value!r}")
+        raise ValueError(f"{name} must be one number, got {value!r:.80}")
     in_interval(name, entries, low, high, closed=closed)
     return float(entries[0])
 
@@ -123,7 +125,7 @@ def whole_number(name: str, value: Any, low: float = 0, high: float = math.inf) 
         or not math.isfinite(entries[0])
         or entries[0] != math.floor(entries[0])
     ):
-        raise ValueError(f"{name} must be a whole number, got {value!r}")
+        raise ValueError(f"{name} must be a whole number, got {value!r:.80}")
     in_interval(name, entries, low, high)
     return value if isinstance(value, int) else int(entries[0])
 
@@ -151,8 +153,21 @@ def one_of(name: str, value: _T, allowed: Iterable[_T]) -> _T:
     """`value` is one of the `allowed` names."""
     allowed = tuple(allowed)
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r:.80}"
+        )
     return value
+
+
+def device(name: str, value: Any) -> torch.device:
+    """`value` as a device that PyTorch has here."""
+    try:
+        torch.empty(0, device=value)
+        return torch.device(value)
+    except (AssertionError, RuntimeError, TypeError):
+        raise ValueError(
+            f"{name} must be a device that PyTorch has here, such as 'cpu', got {value!r:.80}"
+        ) from None
 
 
 def unit(name: str, value: Any) -> str:

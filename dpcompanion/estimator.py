@@ -18,6 +18,7 @@ by scores on private data (`accounting.select_best`).
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -118,14 +119,12 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
             raise ValueError(
                 f"lower and upper must be given together, got {self.lower!r} and {self.upper!r}"
             )
-        x, labels = _columns(X), np.asarray(_checks.unlabelled(y))
+        _checks.number("epsilon", self.epsilon, 0, math.inf, closed="neither")
+        _checks.number("delta", self.delta, 0, 1, closed="neither")
+        _checks.number("learning_rate", self.learning_rate, 0, math.inf, closed="neither")
+        x = _columns(X)
         self.classes_, self.n_features_in_ = np.unique(np.asarray(self.classes)), x.shape[1]
-        places = np.searchsorted(self.classes_, labels).clip(max=len(self.classes_) - 1)
-        if labels.shape != (len(x),) or (self.classes_[places] != labels).any():
-            raise ValueError(
-                f"y must hold one of the classes {self.classes_.tolist()} a row, for {len(x)} rows"
-            )
-        targets = torch.from_numpy(places)
+        targets = _targets(y, self.classes_, len(x))
         rows = None if people is None else by_person(x, targets, people, at_most=at_most)
         n = len(x) if rows is None else len(rows)
         budgets = budgets_for(self.epsilon if budgets is None else budgets, n)
@@ -175,6 +174,8 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
     def _logits(self, X):
         check_is_fitted(self)
         x = _columns(X)
+        if x.shape[1] != self.n_features_in_:
+            raise ValueError(f"X must have {self.n_features_in_} columns, got {x.shape[1]}")
         x = x if self.scaler_ is None else self.scaler_.transform(x)
         return x.numpy() @ self.coef_.T + self.intercept_
 
@@ -188,11 +189,28 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         return self.classes_[self._logits(X).argmax(1)]
 
 
+def _targets(y, classes, rows):
+    labels = np.asarray(_checks.unlabelled(y))
+    if labels.shape != (rows,):
+        raise ValueError(f"y must hold a label for each of {rows} rows, got shape {labels.shape}")
+    places = np.searchsorted(classes, labels).clip(max=len(classes) - 1)
+    if (strange := classes[places] != labels).any():
+        raise ValueError(
+            f"y must hold one of the classes {classes.tolist()} in each row, got "
+            f"{labels[strange].tolist()[0]!r:.80}"
+        )
+    return torch.from_numpy(places)
+
+
 def _columns(X):
     x = torch.from_numpy(np.array(_checks.unlabelled(X), dtype=np.float32))
-    if x.ndim != 2 or not x.numel() or not x.isfinite().all():
+    if x.ndim != 2 or not x.numel():
         raise ValueError(
-            "X must be finite numbers of shape (rows, d), one of each at least, got "
-            f"{tuple(x.shape)}"
+            f"X must be of shape (rows, d), one of each at least, got {tuple(x.shape)}"
+        )
+    if not (finite := x.isfinite()).all():
+        row, column = (~finite).nonzero()[0].tolist()
+        raise ValueError(
+            f"X must be finite numbers, got {float(x[row, column])} in row {row}, column {column}"
         )
     return x

@@ -147,6 +147,8 @@ def test_without_bounds_columns_are_taken_as_they_are():
         and found.history_.plan.epsilon(1e-3) <= 1
         and found.n_features_in_ == 2
     )
+    with pytest.raises(ValueError, match="X must have 2 columns, got 1"):
+        found.predict(x[:, :1])
 
 
 @pytest.mark.parametrize(
@@ -155,10 +157,14 @@ def test_without_bounds_columns_are_taken_as_they_are():
         ({}, {"sample_weight": np.ones(100)}, "sample_weight"),
         ({"lower": 0}, {}, "lower and upper"),
         ({"classes": (0, 2)}, {}, "classes"),
-        ({"epsilon": -1.0}, {}, "-1"),
+        ({"epsilon": -1.0}, {}, "^epsilon must"),
+        ({"delta": 0}, {}, "^delta must"),
+        ({"learning_rate": -1}, {}, "^learning_rate must"),
         ({"batch_size": 0}, {}, "batch_size"),
         ({}, {"people": np.arange(100)}, "at_most"),
-        ({}, {"X": np.full((100, 2), np.nan)}, "X must be finite"),
+        ({}, {"X": np.full((100, 2), np.nan)}, "X must be finite.* got nan in row 0, column 0"),
+        ({}, {"X": np.ones(100)}, "X must be of shape"),
+        ({}, {"y": np.full(100, 7)}, "y must hold one of .* got 7"),
         ({}, {"y": np.zeros(99)}, "y must"),
     ],
 )

@@ -204,7 +204,8 @@ class ExactFilter(NormInput):
             plan: it gives the number of examples, rate, noise, clip norm, steps and delta.
             target_epsilons: what is promised at the plan's delta: one number, one for each example,
                 (n,), or {budget: share} (`idp.budgets_for`). What exceeds the plan's own epsilon is
-                never spent.
+                never spent. Each different one is calibrated by itself, in seconds to a minute, so
+                that many should be rounded down to a few; a `RenyiFilter` takes any number.
             levels: (K,) ascending shares of the clip norm, in (0, 1].
             block: steps for which a level holds, by default half an epoch of the plan; the tracker
                 that measures norms should do so as often.

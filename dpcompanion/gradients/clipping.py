@@ -302,6 +302,11 @@ def _where(inside, error):
 
 
 _ADVICE = "; use method='func'"
+_NONE_FITS = "no method fits this model: "
+_PENALTY = (
+    "; where the loss uses weights itself, as a penalty does, give it to the optimizer "
+    "(weight_decay): a loss is of one example's output"
+)
 _DATA_DEPENDENT = (
     "what is computed there depends on numbers in its inputs, by .item(), `if` or a mask as an "
     "index, which vmap cannot follow. A model of transformers looks whether a mask (n, T) masks "
@@ -338,8 +343,11 @@ def _proved(model, loss, x, y, method, precision, float64, inside):
         try:
             _try_func(model, loss, x, y, inside)
         except ValueError as other:
+            wrong = "wrong by up to"
+            penalty = wrong in reason and wrong in str(other)
             raise UnsupportedModel(
-                f"no method fits this model: layer by layer, {reason}; {other}"
+                f"{_NONE_FITS}layer by layer, {reason}; "
+                f"{str(other).removeprefix(_NONE_FITS)}{_PENALTY if penalty else ''}"
             ) from error
         if method == "auto" and precision is None:
             return "func"
@@ -373,7 +381,7 @@ def _try_func(model, loss, x, y, inside):
     try:
         proof.prove_alone(model, loss, x, y, candidate)
     except UnsupportedModel as error:
-        raise UnsupportedModel(f"no method fits this model: by torch.func, {error}") from error
+        raise UnsupportedModel(f"{_NONE_FITS}by torch.func, {error}") from error
 
 
 # {model: {what else a proof depends on: [method, how often it was asked for]}}

@@ -7,7 +7,7 @@
 Traceback (most recent call last):
     ...
 ValueError: model must keep no statistics of its examples, but training changes buffer
-'1.running_mean', which no ...
+'1.running_mean', which may ...
 """
 
 import contextlib
@@ -224,8 +224,8 @@ def check_untouched(model, before, *, name="model", buffers=True, wait=True):
 
 def refuse_statistics(what, name="model"):
     raise ValueError(
-        f"{name} must keep no statistics of its examples, but training changes {what}, which no "
-        "noise covers"
+        f"{name} must keep no statistics of its examples, but training changes {what}, which may "
+        "hold some that no noise covers"
     )
 
 

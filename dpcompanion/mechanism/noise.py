@@ -45,15 +45,16 @@ def generators(seed: int | None, device: str | torch.device = "cpu") -> dict[str
     Returns {name: stream}.
 
     Raises:
-        ValueError: a seed outside its range.
+        ValueError: a seed outside its range, or a device that PyTorch does not have here.
 
     >>> list(generators(seed=7))
     ['sampling', 'noise']
     """
+    device = _checks.device("device", device)
     if seed is None:
         return {name: SecureStream() for name in STREAMS}
     keys = {name: derive_key(seed, name) for name in STREAMS}
-    if torch.device(device).type == "cpu":
+    if device.type == "cpu":
         return {name: SecureStream(key) for name, key in keys.items()}
     return {name: keyed_generator(key, device) for name, key in keys.items()}
 

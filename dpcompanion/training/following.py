@@ -55,22 +55,22 @@ def check_clipped(indices, clipped, limits):
     return over.any() if away else None
 
 
-def check_budget(budget, accountant):
+def check_budget(budget, accountant, name="budget"):
     """A filter keeps the protocol `dpcompanion.testing.Filter`, and charges for the steps that the
     accountant accounts for: as many examples, one rate, noise and norm.
     """
     if missing := [name for name in _OF_A_FILTER if not hasattr(budget, name)]:
         raise ValueError(
-            f"budget must be a filter (dpcompanion.testing.Filter), got a {type(budget).__name__} "
+            f"{name} must be a filter (dpcompanion.testing.Filter), got a {type(budget).__name__} "
             f"without {', '.join(missing)}"
         )
     if budget.n != accountant.n:
-        raise ValueError(f"budget must be a filter of {accountant.n} examples, got {budget.n}")
-    for name in ("sample_rate", "noise_multiplier", "max_grad_norm"):
-        ours, theirs = getattr(accountant, name), getattr(budget, name)
+        raise ValueError(f"{name} must be a filter of {accountant.n} examples, got {budget.n}")
+    for part in ("sample_rate", "noise_multiplier", "max_grad_norm"):
+        ours, theirs = getattr(accountant, part), getattr(budget, part)
         if ours != theirs:
             raise ValueError(
-                f"budget must be a filter of runs with the account's {name}, {ours!r}, got "
+                f"{name} must be a filter of runs with the account's {part}, {ours!r}, got "
                 f"{theirs!r}: what it charges, and so its promise, is that of other steps"
             )
 

@@ -301,7 +301,9 @@ class TrainingLoop:
         self.seed = seed if seed is None else _checks.seed("seed", seed)
         # What the model itself draws is no secret that privacy rests on.
         self.forward_seed = secrets.randbits(256) if self.seed is None else self.seed
-        self.device = torch.device(next(model.parameters()).device if device is None else device)
+        own = next(model.parameters()).device
+        self.device = own if device is None else _checks.device("device", device)
+        generator_device = _checks.device("generator_device", generator_device)
         model.to(self.device)
         self.examples, self.loss = examples.to(self.device), loss
         if not isinstance(trackers, Iterable):

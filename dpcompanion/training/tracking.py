@@ -536,6 +536,8 @@ def tracker_of(
             "track must have clipping='individual' and running=False beside a filter, which must "
             f"know what is charged, got clipping={track.clipping!r} and running={track.running!r}"
         )
+    if filter is not None and not plan.individual:
+        check_budget(filter, plan, "filter")
     return NormTracker.for_plan(
         plan, model, loss, data, budget=filter, performance=performance, **vars(track)
     )

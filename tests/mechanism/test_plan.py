@@ -332,6 +332,28 @@ def test_a_statement_is_of_the_steps_taken():
 TARGET = dict(n=600, max_grad_norm=1.0, delta=1e-4)
 
 
+@pytest.mark.parametrize("target", ["target_epsilon", "target_epsilons"])
+def test_what_a_plan_is_made_for_is_checked_by_name_before_the_search(target, monkeypatch):
+    monkeypatch.setattr(plan_module, "find_noise_multiplier", None)
+    make = DPSGDPlan.for_epsilon if target == "target_epsilon" else DPSGDPlan.for_epsilons
+    run = dict(batch_size=50, epochs=3, **TARGET)
+    bad = dict(delta=[0, 1], max_grad_norm=[0, [1.0] * 600], unit=[""], n=[0])
+    refuses(make, run | {target: 2.0}, **bad)
+    with pytest.raises(ValueError, match="for_epsilons") as found:
+        DPSGDPlan.for_epsilon([1.0] * 600, **run)
+    assert len(str(found.value)) < 300
+
+
+def test_epsilons_of_many_budgets_are_computed_once(monkeypatch):
+    budgets = torch.linspace(1.0, 2.0, 6, dtype=torch.float64)
+    plan = DPSGDPlan.for_epsilons(
+        budgets, n=6, sample_rate=0.1, steps=20, max_grad_norm=1.0, delta=1e-3, method="scale"
+    )
+    first = plan.epsilon()
+    monkeypatch.setattr(plan_module, "compute_epsilon", None)
+    assert torch.equal(plan.epsilon(), first)
+
+
 def test_a_batch_size_and_epochs_are_a_rate_and_steps():
     plan = DPSGDPlan.for_epsilon(2.0, batch_size=50, epochs=3, **TARGET)
     assert (plan.sample_rate, plan.steps) == (50 / 600, 36)

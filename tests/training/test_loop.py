@@ -594,7 +594,30 @@ def test_what_does_not_fit_together_is_refused_before_any_work():
         seed=[-1],
         checkpoint=["run.pt"],
         callbacks=[print],
+        device=["gpu", 1.5],
+        generator_device=["gpu"],
+        filter=[2.0],
     )
+
+
+@pytest.mark.parametrize("method", ["auto", "mixed"])
+def test_a_penalty_in_the_loss_is_refused_by_its_name(method):
+    data, plan = problem()
+    model = network()
+
+    def penalized(outputs, targets):
+        return cross_entropy(outputs, targets) + 0.1 * model[0].weight.pow(2).sum()
+
+    with pytest.raises(ValueError, match=r"weight_decay") as found:
+        train(
+            model,
+            penalized,
+            data,
+            plan,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            method=method,
+        )
+    assert str(found.value).count("no method fits") == 1
 
 
 @pytest.mark.parametrize(
