@@ -301,9 +301,7 @@ class TrainingLoop:
         self.seed = seed if seed is None else _checks.seed("seed", seed)
         # What the model itself draws is no secret that privacy rests on.
         self.forward_seed = secrets.randbits(256) if self.seed is None else self.seed
-        own = next(model.parameters()).device
-        self.device = own if device is None else _checks.device("device", device)
-        generator_device = _checks.device("generator_device", generator_device)
+        self.device = torch.device(next(model.parameters()).device if device is None else device)
         model.to(self.device)
         self.examples, self.loss = examples.to(self.device), loss
         if not isinstance(trackers, Iterable):
@@ -314,7 +312,7 @@ class TrainingLoop:
             tracker.check_run(plan, model, loss, data)
         self.stateful = self.with_trackers(stateful)
         self.ranks = distributed.current()
-        self.ranks.check_generator(generator_device)
+        self.ranks.check_generator(_checks.device("generator_device", generator_device))
         self.generators = noise.generators(seed, generator_device)
         self.sampler = plan.sampler(self.generators["sampling"])
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -81,8 +81,8 @@ class Performance:
         device: where to train; the model's own by default.
 
     Raises:
-        ValueError: an unknown `method` or `precision`, or a `microbatch_size` that is not a whole
-            number above 0.
+        ValueError: an unknown `method` or `precision`, a `microbatch_size` that is not a whole
+            number above 0, or a device that PyTorch does not have here.
 
     >>> Performance(precision="bf16").method
     'auto'
@@ -98,6 +98,8 @@ class Performance:
         _checks.one_of("precision", self.precision, checks.PRECISIONS)
         if self.microbatch_size is not None:
             _checks.whole_number("microbatch_size", self.microbatch_size, 1)
+        if self.device is not None:
+            _checks.device("device", self.device)
 
 
 def performance_of(performance: Performance | None, **single: Any) -> Performance:

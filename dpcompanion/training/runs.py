@@ -93,8 +93,7 @@ class Ensemble:
         self.weight_decay = _checks.number("weight_decay", weight_decay, 0, math.inf, closed="left")
 
         there = performance.device
-        own = next(models[0].parameters()).device
-        self.device = own if there is None else _checks.device("device", there)
+        self.device = next(models[0].parameters()).device if there is None else torch.device(there)
         self._take_model(models, loss, x, y)
         like = {"dtype": self.vectors.dtype, "device": self.device}
         rates = torch.as_tensor(learning_rate, dtype=torch.float64)
