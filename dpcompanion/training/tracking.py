@@ -483,7 +483,7 @@ class NormTracker(OwnLoop):
         begun = False if begun is None else _checks.tensor_entry(state, "begun")
         trajectory, kept = (list(_checks.entry(state, name)) for name in ("trajectory", "kept"))
         kept = [(step, torch.as_tensor(each)) for step, each in kept]
-        before = None if self.budget is None else self._accountant.state_dict()
+        before = {} if self.budget is None else self._accountant.state_dict()
         self._accountant.load_state_dict(_checks.entry(state, "accountant"))
         if self.budget is not None:
             try:
