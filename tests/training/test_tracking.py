@@ -716,13 +716,13 @@ def test_a_refused_state_leaves_account_and_budget_as_they_were():
         options = {"clipping": "individual", "budget": budget}
         tracker = NormTracker.for_plan(plan, network(), cross_entropy, data, **options)
         for _ in range(steps):
-            with tracker.step():
-                pass
+            with tracker.step() as limits:
+                tracker.observe([3], clipped=limits[[3]])
         return tracker
 
     other, own = after(3, 20.0), after(12, 30.0)
     spent, promised = own.accountant.epsilon(1e-3), own.epsilon(1e-3)
-    refused("budget", own.load_state_dict, other.state_dict())
+    refused("of a filter", own.load_state_dict, other.state_dict())
     assert torch.equal(own.accountant.epsilon(1e-3), spent)
     assert torch.equal(own.epsilon(1e-3), promised) and own.accountant.steps == own.steps == 12
 
