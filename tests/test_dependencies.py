@@ -17,7 +17,7 @@ WING = "dpcompanion.reproduction"
 
 # From the ground up; a module may import from the layers below its own, wherever it does.
 LIBRARY = (
-    {"_checks", "_devices", "_files", "_norms", "_progress", "_types"},
+    {"_checks", "_devices", "_files", "_norms", "_progress", "_rounding", "_types"},
     {"seeds"},
     {"accounting", "attacks", "data"},
     {"filters", "idp", "individual", "output_perturbation", "pate", "per_instance"},
