@@ -119,7 +119,8 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
             raise ValueError(
                 f"lower and upper must be given together, got {self.lower!r} and {self.upper!r}"
             )
-        _checks.number("epsilon", self.epsilon, 0, math.inf, closed="neither")
+        if budgets is None:
+            _checks.number("epsilon", self.epsilon, 0, math.inf, closed="neither")
         _checks.number("delta", self.delta, 0, 1, closed="neither")
         _checks.number("learning_rate", self.learning_rate, 0, math.inf, closed="neither")
         x = _columns(X)

@@ -285,7 +285,7 @@ class Ledger:
         """mu of all Gaussian releases and full batches together."""
         ratios = []
         for item in self.items:
-            if isinstance(item, Gaussian):
+            if isinstance(item, Gaussian) and item.count:
                 ratio = self._factor(item.replaced) / item.noise_multiplier
                 ratios.append(math.sqrt(item.count) * ratio)
             elif isinstance(item, SampledGaussian) and item.sample_rate == 1:

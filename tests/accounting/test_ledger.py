@@ -465,6 +465,8 @@ def test_a_guarantee_whose_e_to_epsilon_no_float_holds_has_delta_1_where_example
 def test_releases_with_next_to_no_noise_have_a_bound():
     for item in (Gaussian(1e-160), SampledGaussian(1.0, 1e-160, 1), Gaussian(1e-310, count=3)):
         assert Ledger([item]).epsilon(1e-5) == math.inf
+    for item in (Gaussian(1e-310, count=0), SampledGaussian(1.0, 1e-310, 0)):
+        assert Ledger([item, Gaussian(2.0)]).epsilon(1e-5) == Ledger([Gaussian(2.0)]).epsilon(1e-5)
 
 
 @pytest.mark.parametrize("delta", [0.25, 1e-5, 1e-9])
