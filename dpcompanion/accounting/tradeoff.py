@@ -180,7 +180,9 @@ def _each(reading, sample_rate, noise_multiplier, steps, false_positive_rate):
     found = torch.empty(len(table), dtype=torch.float64)
     for index, run in enumerate(checked):
         rates = table[which == index, 3]
-        found[which == index] = getattr(_curve(*run, rates), reading)(rates)
+        inner = torch.cat((rates, 1 - rates))
+        curve = curve_of(*run, float(inner[inner > 0].min()))
+        found[which == index] = getattr(curve, reading)(rates)
     return float(found) if not columns[0].ndim else found.reshape(columns[0].shape).to(device)
 
 
@@ -251,14 +253,14 @@ class GaussianTradeOff:
             )
 
 
-def _curve(sample_rate, noise_multiplier, steps, rates):
-    """The curve of a run, accurate at these rates."""
+def curve_of(
+    sample_rate: float, noise_multiplier: float, steps: int, least: float
+) -> TradeOffCurve | GaussianTradeOff:
+    """The curve of a run: a bound at every rate, and accurate from `least` to 1 - `least`."""
     if steps == 0 or noise_multiplier == 0:
         return GaussianTradeOff(0.0 if steps == 0 else math.inf)
     if sample_rate == 1:
         return GaussianTradeOff(math.sqrt(steps) / noise_multiplier)
-    inner = torch.cat((rates, 1 - rates))
-    least = float(inner[inner > 0].min())
     if noise_multiplier >= inclusion_bound.LITTLE_NOISE:
         with contextlib.suppress(pld.NoGrid):
             return _composed_curve(sample_rate, noise_multiplier, steps, least)

@@ -12,12 +12,14 @@ from scipy import special, stats
 
 from dpcompanion import _checks
 from dpcompanion._types import Array
-from dpcompanion.accounting import gaussian_delta, gaussian_epsilon, inclusion_bound, pld
+from dpcompanion.accounting import gaussian_epsilon
 from dpcompanion.accounting.search import bisect
+from dpcompanion.accounting.tradeoff import curve_of
 from dpcompanion.mechanism.plan import DPSGDPlan
 
 # Shares of the canaries about which an auditor guesses; a confidence is spent on each.
 _SHARES = (0.5, 0.2)
+_LEAST_RATE = 1e-6  # from which on to 1 minus it, curves of plans are accurate; elsewhere bounds
 _TOLERANCE = 1e-4  # within which the largest refuted epsilon or mu is found
 
 
@@ -134,7 +136,7 @@ class GaussianCurve:
 
 
 class PlanCurve:
-    """What a `DPSGDPlan` claims: all its pairs of epsilon and delta, by PLD, in both directions.
+    """What a `DPSGDPlan` claims: the trade-off curve of `dpcompanion.accounting.trade_off`.
 
     Args:
         plan: with noise, and with a step at least; otherwise ValueError.
@@ -163,48 +165,11 @@ class PlanCurve:
             raise ValueError("plan must have noise, got noise_multiplier 0")
         if not plan.steps:
             raise ValueError("plan must have a step, got none")
-        run: dict[str, Any] = dict(sample_rate=rate, noise_multiplier=noise, steps=plan.steps)
-        self.epsilons = np.concatenate([np.linspace(0, 3, 31), np.linspace(3.25, 12, 36)])
-        if rate == 1:
-            deltas = [
-                gaussian_delta(
-                    math.sqrt(plan.steps) / noise, torch.as_tensor(self.epsilons)
-                ).numpy()
-            ]
-        elif noise < inclusion_bound.LITTLE_NOISE:  # loss distributions would not fit in memory
-            deltas = [
-                [
-                    inclusion_bound.delta(**run, epsilon=epsilon)
-                    for epsilon in self.epsilons.tolist()
-                ]
-            ]
-        else:
-            # Where the losses are small, a grid that is fine beside them.
-            interval = 1e-3 if rate * math.sqrt(plan.steps) > 0.1 * noise else None
-            try:
-                deltas = [
-                    self._deltas(
-                        pld.compose(**run, delta=1e-2, direction=direction, interval=interval)
-                    )
-                    for direction in ("remove", "add")
-                ]
-            except pld.NoGrid:  # a bound that needs none
-                deltas = [
-                    [
-                        inclusion_bound.delta(**run, epsilon=epsilon)
-                        for epsilon in self.epsilons.tolist()
-                    ]
-                ]
-        self.deltas = np.max(deltas, axis=0)
-
-    def _deltas(self, composed):
-        return [composed.delta(epsilon) for epsilon in self.epsilons.tolist()]
+        self._curve = curve_of(rate, noise, plan.steps, _LEAST_RATE)
 
     def inverse(self, inside: float) -> float:
         """The least P(E | out) that goes with this P(E | in)."""
-        grown = np.exp(self.epsilons)
-        least = np.maximum((inside - self.deltas) / grown, 1 - self.deltas - grown * (1 - inside))
-        return max(0.0, float(least.max()))
+        return float(self._curve.false_negative_rate(torch.tensor([1 - inside])))
 
 
 def refutes(
