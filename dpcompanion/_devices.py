@@ -17,6 +17,40 @@ def on_accelerator(tensor):
     return tensor.device.type != "cpu"
 
 
+class Noted:
+    """What is wrong in input that lies on an accelerator, noted there until somebody asks.
+
+    >>> noted = Noted(torch.device("cpu"))
+    >>> noted.replace(torch.tensor([False, True]), torch.tensor([1.0, -2.0]), instead=0.0)
+    tensor([1., 0.])
+    >>> noted.anything
+    True
+    """
+
+    def __init__(self, device):
+        self.device = device
+        self._wrong = None
+
+    def away(self, tensor):
+        """Whether a look at a tensor's numbers would wait for the device."""
+        return self.device.type != "cpu" and on_accelerator(tensor)
+
+    def note(self, wrong):
+        """Note that something is wrong where any of these booleans is, without a look at them."""
+        found = wrong.any().to(self.device)
+        self._wrong = found if self._wrong is None else self._wrong | found
+
+    def replace(self, wrong, values, *, instead):
+        """Note what is wrong, and put `instead` in its place."""
+        self.note(wrong)
+        return torch.where(wrong, instead, values)
+
+    @property
+    def anything(self):
+        """Whether something was wrong; waits for the device."""
+        return self._wrong is not None and bool(self._wrong)
+
+
 def autocasts(device):
     """Whether `torch.autocast` is on for a device."""
     kind = torch.device(device).type

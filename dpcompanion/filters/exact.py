@@ -31,15 +31,15 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._types import Array, Device, Numbers, State
+from dpcompanion.filters.base import PrivacyFilter
 from dpcompanion.filters.calibration import calibrate_filter, epsilon_of_budget
 from dpcompanion.filters.game import check_costs, check_levels
-from dpcompanion.filters.norm_inputs import NormInput
 
 if TYPE_CHECKING:
     from dpcompanion.mechanism.plan import DPSGDPlan
 
 
-class ExactFilter(NormInput):
+class ExactFilter(PrivacyFilter):
     """Budgets of n examples at K levels; see the module's text.
 
     A filter serves one run: what it has spent is spent for the next run, too.
@@ -363,7 +363,7 @@ class ExactFilter(NormInput):
         left = self._budget - self._spent
         # Mostly every example can pay. On an accelerator asking takes longer than to look for what
         # each can pay.
-        if not self._away(wanted) and bool((self._cost_of(wanted) <= left).all()):
+        if not self._noted.away(wanted) and bool((self._cost_of(wanted) <= left).all()):
             return wanted
         places = torch.arange(len(self._norms), device=self.device)
         fits = (self._costs <= left[:, None]) & (places <= wanted[:, None])

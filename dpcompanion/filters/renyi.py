@@ -38,13 +38,13 @@ from dpcompanion._types import Array, Device, State
 from dpcompanion.accounting import rdp_sampled_gaussian, rdp_to_epsilon
 from dpcompanion.accounting.rdp_interpolation import interpolate, interpolation_table
 from dpcompanion.accounting.runs import orders_for
-from dpcompanion.filters.norm_inputs import NormInput
+from dpcompanion.filters.base import PrivacyFilter
 
 if TYPE_CHECKING:
     from dpcompanion.mechanism.plan import DPSGDPlan
 
 
-class RenyiFilter(NormInput):
+class RenyiFilter(PrivacyFilter):
     """Budgets of n examples at K orders; see the module's text.
 
     A filter serves one run: what it has spent is spent for the next run, too.

@@ -1,4 +1,4 @@
-r"""The moment B of "add": :math:`E[r^{1-\alpha}]` of the step's density ratio, by quadrature.
+r"""The moment of "add": :math:`\bar A = E[r^{1-\alpha}]` of a step's density ratio, integrated.
 
 `dpcompanion.accounting.rdp` has the moment A of "remove", which has a sum; this one has none at any
 order.
@@ -16,9 +16,9 @@ _CHUNK = 1 << 18  # numbers in one temporary tensor
 
 
 def log_mass_add(q, sigma, order):
-    """ln B, elementwise, by the trapezoidal rule; see `_add_nodes` for where and how fine.
+    """The moment's logarithm, elementwise, by the trapezoidal rule; `_add_nodes` says where.
 
-    With so little noise that r is 1 - q, but for a tail of 1e-33, B is that to the power 1 - order.
+    With so little noise that r is 1 - q, but for a tail of 1e-33, it is that to the power 1 - order.
     """
     shape, q, sigma, power = q.shape, q.reshape(-1), sigma.reshape(-1), order - 1
     result = torch.empty_like(q)

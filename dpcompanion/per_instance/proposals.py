@@ -117,7 +117,7 @@ def proposal_log_density(
     .. math:: \ln \sum_k \pi_k(\Delta)\, e^{k\langle z, g\rangle/s^2 - k^2\Delta^2/2s^2} - \ln r
 
     Without jumps this is :math:`(a-1) \ln r - \ln A_a(\Delta)`. For "add", where runs are tilted by
-    `tilted_noise`, G is :math:`(a-1) S - \sum_t \ln B_a(\Delta_t)`, from `log_mass`.
+    `tilted_noise`, G is :math:`(a-1) S - \sum_t \ln \bar A_a(\Delta_t)`, from `log_mass`.
 
     Args:
         moved: (..., parameters) z, the noisy sum less that of the *other* points' clipped

@@ -7,11 +7,11 @@ deviation, and x enters with probability q. With x the step draws from a mixture
 :math:`r = 1 - q + q e^{w\Delta/s - \Delta^2/2s^2}` and w a standard normal,
 
 .. math:: A(\Delta) = E[r^\alpha] = \sum_k \binom{\alpha}{k} (1-q)^{\alpha-k} q^k
-    e^{(k^2-k)\Delta^2/2s^2}, \qquad B(\Delta) = E[r^{1-\alpha}] \le A(\Delta),
+    e^{(k^2-k)\Delta^2/2s^2}, \qquad \bar A(\Delta) = E[r^{1-\alpha}] \le A(\Delta),
 
 and the divergences :math:`\ln A / (\alpha - 1)` with x against without ("remove") and
-:math:`\ln B / (\alpha-1)` for the other way round ("add"). Everything is float64 and stays in the
-log domain: an order of 1024 overflows nowhere.
+:math:`\ln \bar A / (\alpha-1)` for the other way round ("add"). Everything is float64 and stays in
+the log domain: an order of 1024 overflows nowhere.
 """
 
 import math
@@ -123,7 +123,7 @@ def log_mass(
     order: float,
     direction: str = "remove",
 ) -> float | torch.Tensor:
-    r""":math:`\ln A(\Delta)` ("remove") or :math:`\ln B(\Delta)` ("add") of one step.
+    r""":math:`\ln A(\Delta)` ("remove") or :math:`\ln \bar A(\Delta)` ("add") of one step.
 
     It is `order` - 1 times `step_divergence`.
 

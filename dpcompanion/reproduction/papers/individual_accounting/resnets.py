@@ -41,7 +41,7 @@ from dpcompanion.reproduction.papers.yu import Study, attacked
 
 #: The task, and what readers call it.
 RESNET = "cifar10_resnet20"
-LABELS[RESNET] = "CIFAR-10, ResNet-20, 10 of 100 epochs"
+LABELS[RESNET] = "CIFAR-10, ResNet-20, 10 epochs"
 SHORT = dataclasses.replace(
     CIFAR10_RESNET, epochs=10, learning_rate=0.02, refreshes=0.5, reference=200, needs=""
 )

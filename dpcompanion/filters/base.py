@@ -1,10 +1,10 @@
-"""The norms of all examples, which a filter takes before each step.
+"""What filters share: the norms of all examples that they take before each step, and what they
+promise to a ledger.
 
 Where filter and norms lie on a GPU, nothing here waits for it: a norm that is out of range counts
 as infinite, so that what the filter promises holds, is noted, and refused when the filter is read.
 
->>> inputs = NormInput(2, device=None)
->>> inputs._checked_norms([0.3, 7.0])
+>>> PrivacyFilter(2, device=None)._checked_norms([0.3, 7.0])
 tensor([0.3000, 7.0000], dtype=torch.float64)
 """
 
@@ -13,12 +13,12 @@ import math
 import torch
 
 from dpcompanion import _checks
-from dpcompanion._devices import on_accelerator, to_device
+from dpcompanion._devices import Noted, to_device
 from dpcompanion.accounting import Guarantee, LedgerEntry, PersonalCosts
 
 
-class NormInput:
-    """The n examples of a filter, and checks of their norms."""
+class PrivacyFilter:
+    """The n examples of a filter, checks of their norms, and what a ledger is told."""
 
     #: Of what a ledger is told: "zero-out", which what holds for adding or removing implies, unless
     #: a plan says more.
@@ -30,8 +30,7 @@ class NormInput:
     def __init__(self, n, *, device):
         self.n = _checks.whole_number("n", n, 1)
         self.device = torch.device("cpu" if device is None else device)
-        # Whether a norm was out of range, where the device has to be asked.
-        self._wrong = None
+        self._noted = Noted(self.device)  # norms out of range
 
     def epsilon(self, delta: float) -> torch.Tensor:
         """What is promised to each example at `delta`, (n,) float64."""
@@ -69,20 +68,14 @@ class NormInput:
         if norms.shape != (self.n,):
             raise ValueError(f"norms must have shape ({self.n},), got {tuple(norms.shape)}")
         wrong = ~((norms >= 0) & (norms <= most * (1 + slack)))  # nor for NaN
-        if self._away(norms):
-            found = wrong.any()
-            self._wrong = found if self._wrong is None else self._wrong | found
-            norms = torch.where(wrong, math.inf, norms)
+        if self._noted.away(norms):
+            norms = self._noted.replace(wrong, norms, instead=math.inf)
         elif bool(wrong.any()):
             _checks.in_interval("norms", norms, 0, most)
         return to_device(norms, self.device)
 
-    def _away(self, tensor):
-        """Whether a look at a tensor's numbers would wait for the device of the filter."""
-        return self.device.type != "cpu" and on_accelerator(tensor)
-
     def _check_nothing_refused(self):
-        if self._wrong is not None and bool(self._wrong):
+        if self._noted.anything:
             raise ValueError(
                 "norms must be at least 0, and for a RenyiFilter at most max_grad_norm, but some "
                 "that the filter was given on the device were not"
