@@ -18,7 +18,7 @@ _CHUNK = 1 << 18  # numbers in one temporary tensor
 def log_mass_add(q, sigma, order):
     """The moment's logarithm, elementwise, by the trapezoidal rule; `_add_nodes` says where.
 
-    With so little noise that r is 1 - q, but for a tail of 1e-33, it is that to the power 1 - order.
+    Where r is 1 - q but for a tail of 1e-33 (little noise), it is that to the power 1 - order.
     """
     shape, q, sigma, power = q.shape, q.reshape(-1), sigma.reshape(-1), order - 1
     result = torch.empty_like(q)

@@ -246,7 +246,7 @@ def spectra(record, names=None):
             row = f"{name}.{start}.natural"
             ax.plot(record.arrays[f"{row}.spectrum"], color=color, label=f"{start} start")
             ax.axhline(record.values[f"{row}.sigma_i"], color=color, linestyle=":")
-        ax.set(yscale="log", title=NAMES[name])
+        ax.set(yscale="log", title=NAMES[name], ylabel="deviation")
     axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     axes[-1].set_xlabel("direction")
     plt.show()
@@ -263,6 +263,7 @@ def spectra(record, names=None):
 def needed(record):
     """What algorithm 2 promises and what the covariance says that it gives, from a record of it."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FixedLocator, NullFormatter
 
     names, drawn = list(record.config["tasks"]), {}
     axes = _stack(names, 2.1, sharex=True)
@@ -287,7 +288,9 @@ def needed(record):
             "x",
             color=plotting.COLORS["live"],
         )
-        ax.set(xscale="log", yscale="log", title=NAMES[name], ylabel="epsilon")
+        ax.set(xscale="log", yscale="log", title=NAMES[name], ylabel="epsilon achieved")
+        ax.xaxis.set(major_locator=FixedLocator([0.5, 1, 2, 4]), minor_formatter=NullFormatter())
+        ax.xaxis.set_major_formatter("{x:g}")
     axes[-1].set_xlabel("target epsilon")
     plt.show()
     return plotting.digest(digits=3, **drawn)
