@@ -151,8 +151,8 @@ def clipped_sum(
         model: a module; its parameters with requires_grad count.
         loss: (outputs, targets) -> (n,).
         x, y: tensors whose first axis counts the examples; n = 0 gives a sum of zeros.
-        max_grad_norm: a number above 0, or a tensor (n,). One on a GPU is taken at its word: 0
-            there, or what is below or no number, leaves the example out.
+        max_grad_norm: a number above 0, or a tensor (n,), in which 0 leaves an example out. One on
+            a GPU is taken at its word: what is below 0 or no number leaves the example out, too.
         method: "auto", "mixed", "ghost" or "func".
         microbatch_size: examples in one pass at most; by default as many as a processor's caches
             hold what they leave of (`dpcompanion.gradients.microbatches`). The sum does not depend
@@ -183,7 +183,11 @@ def clipped_sum(
             _checks.in_interval("max_grad_norm", max_grad_norm), device=x.device
         )
     if not isinstance(max_grad_norm, torch.Tensor) or max_grad_norm.device.type == "cpu":
-        _checks.in_interval("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
+        # of several, 0 is the limit of who takes no part
+        several = isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.ndim
+        _checks.in_interval(
+            "max_grad_norm", max_grad_norm, 0, math.inf, closed="left" if several else "neither"
+        )
     if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.shape not in ((), (len(x),)):
         raise ValueError(
             f"max_grad_norm must be a number or have shape ({len(x)},), got "

@@ -37,6 +37,10 @@ _BATCH = 64
 # for p = 0.1.
 DRAWS, DRAWS_LATER, _FEW = 32, 8, 8
 
+# How often a loss is asked for the same, and by how much it may then differ: sums on a GPU may be
+# added up in another order.
+_ASKED, _REPEATED = 8, 1e-6
+
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Cross entropy of each example, (n,).
@@ -110,6 +114,7 @@ def check_company(model, loss, x, y, seeds=range(DRAWS)):
         batches.append((stays[rows], torch.where(stays[rows], rows, others)))
     first = _losses_alike(model, loss, x, y, rows, first_seed)
     check_repeats(first, _losses_alike(model, loss, x, y, rows, first_seed))
+    check_loss_repeats(model, loss, x[rows], y[rows])
     _compare_replaced(model, loss, x, y, first, batches, first_seed)
     if not batches or not more_seeds:
         return
@@ -182,6 +187,29 @@ def check_repeats(first, again):
             "model must give the same losses for the same examples and draws, but they change from "
             f"pass to pass: {first[:4].tolist()}, then {again[:4].tolist()}; it must keep nothing "
             "of the examples that it has seen, and draw from no generator of its own"
+        )
+
+
+def check_loss_repeats(model, loss, x, y):
+    """Refuse a loss that changes with what it has seen where gradients flow, such as one that is
+    divided by a running mean: through it an example reaches the gradients of all others.
+    """
+    with torch.no_grad(), beginning_alike(model, x.device):
+        outputs = model(x)
+
+    def learnt_from(t):
+        return t.detach().clone().requires_grad_(t.is_floating_point())
+
+    def asked():
+        with torch.enable_grad(), beginning_alike(model, x.device):
+            return loss(tree_map_only(torch.Tensor, learnt_from, outputs), y).detach()
+
+    first, *_, last = (asked() for _ in range(_ASKED))
+    if not torch.allclose(first, last, rtol=_REPEATED, atol=0.0, equal_nan=True):
+        raise ValueError(
+            "loss must give the same numbers for the same outputs and targets, but they change "
+            f"from call to call: {first[:4].tolist()}, then {last[:4].tolist()}; it must keep "
+            "nothing of the examples that it has seen, and draw from no generator of its own"
         )
 
 

@@ -54,7 +54,8 @@ class PersonalPrivacy:
             A whole number for research: anyone who knows it can subtract the noise.
         loss: (outputs, batch) -> (rows,), in place of `per_example_loss`: of what the model
             returns, and of the batch, a mapping.
-        expected_batch_size: see `DPSGDPlan`; for the add-remove relation.
+        expected_batch_size: the divisor of the noisy sum, a public constant; by default the sum of
+            the rates. Rates are made from the number of persons, which is public ("zero-out").
 
     Raises:
         ValueError: naming the argument, if one is out of its range, or if they contradict each
@@ -115,6 +116,7 @@ class PersonalPrivacy:
             delta=self.delta,
             accountant=self.accountant,
             expected_batch_size=self.expected_batch_size,
+            relation="zero-out",
             unit=self.unit,
         )
         if self.noise_multiplier is not None:

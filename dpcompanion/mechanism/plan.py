@@ -246,7 +246,8 @@ class DPSGDPlan:
             expected_batch_size: the divisor of the noisy sum, a public constant above 0; by default
                 the sum of the rates.
             relation: "zero-out" or "add-remove", whom neighbours differ in; by default "zero-out",
-                and "add-remove" where `expected_batch_size` is given.
+                and "add-remove" where `expected_batch_size` is given with rate and steps. Rate and
+                noise that are made from `batch_size` and n give n away, so they go with "zero-out".
             accountant: "pld" or "rdp".
             arithmetic: "real", an account of real numbers, or "float", for a release, which counts
                 what floats do.
@@ -265,6 +266,8 @@ class DPSGDPlan:
         (0.05, 200, True)
         """
         n, max_grad_norm, delta = _checked(n, max_grad_norm, delta, unit)
+        if batch_size is not None:
+            relation = _zero_out(relation, "the rate is batch_size / n")
         sample_rate, steps = _rate_and_steps(n, sample_rate, steps, batch_size, epochs)
         sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
         if _checks.flat_doubles("target_epsilon", target_epsilon).size > 1:
@@ -337,7 +340,8 @@ class DPSGDPlan:
             method: "sample", which gives larger budgets a larger sample rate, or "scale", a larger
                 clip norm.
             expected_batch_size, relation, accountant, arithmetic, parameters, unit: as in
-                `DPSGDPlan`; "scale" goes with "zero-out" alone.
+                `for_epsilon`. Noise that is made from several budgets depends on how many examples
+                have which, so they go with "zero-out".
 
         Raises:
             ValueError: an argument outside its range, budgets that the method cannot use up, or
@@ -362,6 +366,8 @@ class DPSGDPlan:
         budgets, which, counts = budgets_for(target_epsilons, n).unique(
             return_inverse=True, return_counts=True
         )
+        if batch_size is not None or len(budgets) > 1:
+            relation = _zero_out(relation, "rates or noise are made from n or several budgets")
         rates, norms = sample_rate, max_grad_norm
         run = {"sample_rate": sample_rate, "steps": steps, "accountant": accountant}
         run["target_delta"] = _left_of(delta, arithmetic)
@@ -689,6 +695,16 @@ def _left_of(delta: float, arithmetic: str) -> float:
     numbers of noise.
     """
     return delta * (1 - 1e-8) if arithmetic == "float" else delta
+
+
+def _zero_out(relation: str | None, where: str) -> str:
+    """The relation of a plan whose parameters give n away."""
+    if relation == "add-remove":
+        raise ValueError(
+            f"relation must be 'zero-out' where {where}, got 'add-remove': it takes one budget, "
+            "sample_rate and steps, chosen before the data were seen"
+        )
+    return "zero-out" if relation is None else relation
 
 
 def _rate_and_steps(

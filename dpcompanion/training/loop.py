@@ -304,6 +304,7 @@ class TrainingLoop:
         self.device = torch.device(next(model.parameters()).device if device is None else device)
         model.to(self.device)
         self.examples, self.loss = examples.to(self.device), loss
+        self.keeping = {"model": model, "loss": loss}  # no pass may change a tensor of either
         if not isinstance(trackers, Iterable):
             raise ValueError(f"trackers must be a list of them, got a {type(trackers).__name__}")
         own = tracker_of(track, filter, plan, model, loss, data, performance)
@@ -458,8 +459,7 @@ class TrainingLoop:
         run.indices, share = indices, self.ranks.share(len(drawn))
         checks.check_trained(run.model, self.parameters)
         self.prove_again()
-        before = traces.noted(run.model, values=not self.looked)
-        self.looked = True
+        before = self.noted()
         with self._own_randomness(self.ranks.stream("examples")):
             x, y = self.examples.rows(
                 (indices if isinstance(self.examples, Tensors) else drawn)[share]
@@ -476,7 +476,7 @@ class TrainingLoop:
                 clipping.look_again(self.network, self.loss, (x, y), run.step + 1, **passes)
         with self._own_randomness(self.ranks.stream("forward")):
             total = clipping.clipped_sum(self.network, self.loss, x, y, limits[share], **passes)
-        self.note_later(traces.check_untouched(run.model, before, wait=False))
+        self.check_untouched(before)
         if total.mixed is not None:
             self.note_later({"mixed": total.mixed})
         self.prove_again()  # a model may wake up within a pass, too
@@ -556,6 +556,21 @@ class TrainingLoop:
         yield
         for module, mode in self.modes.items():
             module.training = mode
+
+    def noted(self):
+        """The tensors of the model, and of a loss that is a module, before a pass."""
+        values, self.looked = not self.looked, True
+        return {
+            name: traces.noted(module, values=values)
+            for name, module in self.keeping.items()
+            if isinstance(module, torch.nn.Module)
+        }
+
+    def check_untouched(self, before):
+        """Refuse a pass that has changed what was `noted`."""
+        for name, tensors in before.items():
+            found = traces.check_untouched(self.keeping[name], tensors, name=name, wait=False)
+            self.note_later(found)
 
     def note_later(self, found):
         """What is known on the device only, {what: whether it is so}."""

@@ -402,3 +402,45 @@ def test_crafted_tokens_are_tokens():
         and set(x.unique().tolist()) <= set(TOKENS.unique().tolist())
     )
     assert set(y.tolist()) == {0, 1}
+
+
+class RunningScale(nn.Module):
+    """A loss over a running mean of itself, which it takes where gradients flow, perhaps late."""
+
+    def __init__(self, momentum, after=0):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+        self.momentum, self.after, self.calls = momentum, after, 0
+
+    def forward(self, outputs, y):
+        losses = cross_entropy(outputs, y)
+        self.calls += outputs.requires_grad
+        if outputs.requires_grad and self.calls > self.after:
+            self.mean.lerp_(losses.detach().mean(), 1 - self.momentum)
+        return losses / self.mean
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.999])
+def test_a_loss_that_changes_with_what_it_has_seen_where_gradients_flow_is_refused(momentum):
+    torch.manual_seed(0)
+    refused("loss must", fit, nn.Linear(4, 2), RunningScale(momentum))
+    keeping = RunningScale(momentum)
+    refused("loss must", fit, nn.Linear(4, 2), lambda outputs, y: keeping(outputs, y))
+
+
+def test_a_loss_that_begins_to_keep_statistics_later_is_refused_by_its_buffer():
+    torch.manual_seed(0)
+    refused("loss must keep no statistics", fit, nn.Linear(4, 2), RunningScale(0.999, after=100))
+
+
+def test_whose_limit_is_0_takes_no_part():
+    model = nn.Linear(4, 2)
+    limits = torch.where(torch.arange(N) % 2 == 0, 0.0, 0.5)
+    for method in ("mixed", "ghost", "func"):
+        found = clipped_sum(model, cross_entropy, X, Y, limits, method=method)
+        alone = clipped_sum(model, cross_entropy, X[1::2], Y[1::2], 0.5, method=method)
+        for name, gradient in alone.gradients.items():
+            assert torch.allclose(found.gradients[name], gradient, atol=1e-6)
+        assert len(found.norms) == N and (found.norms > 0).all()
+    refused("max_grad_norm", clipped_sum, model, cross_entropy, X, Y, 0.0)
+    refused("max_grad_norm", clipped_sum, model, cross_entropy, X, Y, -limits)

@@ -158,6 +158,19 @@ def test_the_divisor_is_public_under_the_relation_that_the_plan_states():
         ).relation
         == "add-remove"
     )
+    sizes = dict(n=10, batch_size=5, epochs=10, max_grad_norm=1.0, delta=1e-5)
+    sizes["expected_batch_size"] = 5
+    several = dict(n=10, sample_rate=0.5, steps=20, max_grad_norm=1.0, delta=1e-5)
+    several["expected_batch_size"] = 5
+    for make, budget, options in (
+        (DPSGDPlan.for_epsilon, 2.0, sizes),
+        (DPSGDPlan.for_epsilons, 2.0, sizes),
+        (DPSGDPlan.for_epsilons, {1.0: 0.5, 2.0: 0.5}, several),
+    ):  # noise and rates give n away
+        assert make(budget, **options).relation == "zero-out"
+        with pytest.raises(ValueError, match="relation must be 'zero-out' where"):
+            make(budget, relation="add-remove", **options)
+    assert DPSGDPlan.for_epsilons(2.0, **several).relation == "add-remove"
     for bad, message in (
         ({"relation": "add-remove"}, "expected_batch_size must be given"),
         ({"expected_batch_size": 0}, "expected_batch_size"),
