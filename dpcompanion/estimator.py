@@ -123,7 +123,12 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
             _checks.number("epsilon", self.epsilon, 0, math.inf, closed="neither")
         _checks.number("delta", self.delta, 0, 1, closed="neither")
         _checks.number("learning_rate", self.learning_rate, 0, math.inf, closed="neither")
-        x = _columns(X)
+        x, names = _columns(X), _names(X)
+        # as scikit-learn does: the columns' names, where they have any
+        vars(self).pop("feature_names_in_", None)
+        if names is not None:
+            self.feature_names_in_ = np.asarray(names, dtype=object)
+        lower, upper = (_checks.unlabelled(bound) for bound in (self.lower, self.upper))
         self.classes_, self.n_features_in_ = np.unique(np.asarray(self.classes)), x.shape[1]
         targets = _targets(y, self.classes_, len(x))
         rows = None if people is None else by_person(x, targets, people, at_most=at_most)
@@ -134,7 +139,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
             left, means = 1 - SHARE, x
             if rows is not None:  # one row a person
                 inside = x.clamp(
-                    *(torch.as_tensor(bound, dtype=x.dtype) for bound in (self.lower, self.upper))
+                    *(torch.as_tensor(bound, dtype=x.dtype) for bound in (lower, upper))
                 )
                 means = (
                     torch.zeros(n, x.shape[1]).index_add(0, rows.owners, inside)
@@ -142,7 +147,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
                 )
             seed = self.random_state
             generator = None if seed is None else keyed_generator(derive_key(seed, "scaler"))
-            paid, bounds = SHARE * float(budgets.min()), {"lower": self.lower, "upper": self.upper}
+            paid, bounds = SHARE * float(budgets.min()), {"lower": lower, "upper": upper}
             bounds |= {"generator": generator, "unit": self.unit}
             self.scaler_ = private_scaler(means, epsilon=paid, delta=SHARE * self.delta, **bounds)
             x, budgets = self.scaler_.transform(x), budgets - paid
@@ -177,6 +182,9 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         x = _columns(X)
         if x.shape[1] != self.n_features_in_:
             raise ValueError(f"X must have {self.n_features_in_} columns, got {x.shape[1]}")
+        names, fitted = _names(X), getattr(self, "feature_names_in_", None)
+        if names is not None and fitted is not None and names != list(fitted):
+            raise ValueError(f"X must have the columns {list(fitted)} in this order, got {names}")
         x = x if self.scaler_ is None else self.scaler_.transform(x)
         return x.numpy() @ self.coef_.T + self.intercept_
 
@@ -201,6 +209,12 @@ def _targets(y, classes, rows):
             f"{labels[strange].tolist()[0]!r:.80}"
         )
     return torch.from_numpy(places)
+
+
+def _names(X):
+    """The names of the columns of a data frame, or None."""
+    names = list(getattr(X, "columns", ()))
+    return names if names and all(isinstance(name, str) for name in names) else None
 
 
 def _columns(X):

@@ -4,16 +4,22 @@ and the means and variances by which columns are scaled before a training, a pri
 An epsilon of one's own is computed from one's own data and may not be published as it is.  Two
 releases add Gaussian noise instead, calibrated by the analytic Gaussian mechanism.
 
-**What is protected.** By default one value is added or removed: ``relation="add-remove"``. Where
-one value becomes another, ``relation="replace"`` is the one to ask for: it moves two of the counts
-behind a curve of quantiles, and a release of epsilon 0.1 for add or remove is one of 0.131 for
-replacement (512 bins, delta 1e-5). The mean and the iterations cost the same in both. The number of
-values n counts as public. Given the models of the training run, each person's epsilon is a function
-of these models and of that person's data alone (Yu et al. 2023, theorem 3.2), so one person changes
-one value. The models protect a person by the training's own guarantee, and the two add up:
+**What is protected.** By default one value is left out: ``relation="add-remove"``. The number of
+values n counts as public, and whoever is left out has the value 0 (or NaN, which counts as 0), as
+the epsilon and the gradient norm are of whose gradient is zeroed. Where one value becomes another,
+``relation="replace"`` is the one to ask for: it moves two of the counts behind a curve of
+quantiles, and a release of epsilon 0.1 for add or remove is one of 0.131 for replacement (512 bins,
+delta 1e-5). The mean and the iterations cost the same in both.
+
+Given the models of the training run, a person's epsilon *by RDP* is a function of these models and
+of that person's data alone (Yu et al. 2023, theorem 3.2), so one person changes one value. The
+models protect a person by the training's own guarantee, and the two add up:
 :math:`(\varepsilon_\text{train} + \varepsilon, \delta_\text{train} + \delta)` at most, with what
 training promised beforehand and not with the person's own account. **Not covered:** values that
-depend on more than that, such as epsilons by running estimates: those follow who was sampled.
+depend on more than that. Epsilons by running estimates follow who was sampled. Epsilons by PLD are
+bounds on grids that all persons of an account share, so that one person's norms may move those of
+all others by a thousandth, and mean and quantiles by many times what is paid for: release those of
+``accountant="rdp"``.
 
 **Several releases.** All methods here are compositions of Gaussian mechanisms, so they compose
 exactly: `split` gives the epsilon at which each of k releases may run so that together they are
@@ -22,10 +28,11 @@ exactly: `split` gives the epsilon at which each of k releases may run so that t
 
 **Quantiles.**
 
-* "cdf", the default: count the values in `bins` equal bins of [0, upper], and release all prefix
-  sums of these counts with correlated noise: with :math:`A = L L` the matrix of prefix sums and L
-  its lower triangular Toeplitz square root, :math:`L (L h + \mathcal N(0, \sigma^2 c^2 I))`, where
-  c is the length of L's longest column (Fichtenberger, Henzinger and Upadhyay 2023). The noise of a
+* "cdf", the default: count the values above 0 in `bins` equal bins of [0, upper], from the top, and
+  release all prefix sums of these counts with correlated noise: with :math:`A = L L` the matrix of
+  prefix sums and L its lower triangular Toeplitz square root,
+  :math:`L (L h + \mathcal N(0, \sigma^2 c^2 I))`, where c is the length of L's longest column
+  (Fichtenberger, Henzinger and Upadhyay 2023). The noise of a
   prefix is at most :math:`\sigma c^2`, with :math:`c^2 \approx 1.07 + \ln(\text{bins})/\pi`. All
   quantiles are read off one monotone curve (isotonic regression), at no further cost: 5 cost what 1
   does.
@@ -43,8 +50,8 @@ row moves a column's two sums by at most
     \max_{|z| \le 1} z^2 + \left(z^2 - \tfrac12\right)^2 = \tfrac54, \qquad
     \max_{|z|, |z'| \le 1} (z - z')^2 + (z^2 - z'^2)^2 = 4
 
-in square, if it is added or removed, or replaced: all of them by :math:`\sqrt{5d/4}` or
-:math:`2\sqrt d`.
+in square, if it is left out or replaced: all of them by :math:`\sqrt{5d/4}` or :math:`2\sqrt d`. A
+NaN adds nothing to either sum: a row of them is one that is left out.
 
 >>> values = torch.linspace(0.0, 2.0, 60_000, dtype=torch.float64) ** 2 / 2
 >>> generator = torch.Generator().manual_seed(0)
@@ -284,8 +291,9 @@ def private_scaler(
     Where a person has several rows, give one row a person, such as their mean.
 
     Args:
-        x: (n, d) numbers; what lies outside of the bounds is moved to the nearest, and NaN to the
-            middle.
+        x: (n, d) numbers; what lies outside of the bounds is moved to the nearest. A NaN adds
+            nothing: it counts as the middle in the mean, and as half the square of the distance
+            from the middle to a bound in the variance.
         lower, upper: public bounds of all columns, or (d,) of each, lower below upper, between
             -1e100 and 1e100. They must not be read off the data.
         epsilon, delta: of this release.
@@ -328,8 +336,8 @@ def private_scaler(
             f"lower must be below upper in each column, got {low.tolist()} and {high.tolist()}"
         )
     middle, half = low / 2 + high / 2, high / 2 - low / 2
-    z = ((x - middle) / half).nan_to_num(nan=0.0).clamp(-1, 1)
-    sums = torch.cat([z.sum(0), (z.square() - 0.5).sum(0)])
+    z = ((x - middle) / half).clamp(-1, 1)
+    sums = torch.cat([z.nansum(0), (z.square() - 0.5).nansum(0)])
     std = _SCALER[relation] * math.sqrt(d) / ratio
     means = _noisy(sums, std, generator, ratio=ratio, most=n, numbers=2 * d) / n
     mean, square = means[:d].clamp(-1, 1), means[d:] + 0.5
@@ -553,10 +561,12 @@ def _convolved(column, vector):
 
 
 def _noisy_prefixes(values, upper, bins, ratio, generator):
-    """Noisy numbers of values in the first 1, 2, ... bins, monotone, (bins,)."""
-    counts = torch.bincount(
-        (values / upper * bins).long().clamp(max=bins - 1), minlength=bins
-    ).double()
+    """Noisy numbers of values in the first 1, 2, ... bins, monotone, (bins,).
+
+    They are counted from the top, and n is public, so that a value of 0 need not be counted.
+    """
+    places = (values[values > 0] / upper * bins).long().clamp(max=bins - 1)
+    counts = torch.bincount(places, minlength=bins).double().flip(0)
     column = _square_root(bins)
     std = float(column.square().sum().sqrt()) / ratio
     if generator is None:
@@ -569,7 +579,8 @@ def _noisy_prefixes(values, upper, bins, ratio, generator):
     else:
         _check_room(len(values), std)
         found = counts.cumsum(0) + std * _convolved(column, gaussian_noise((bins,), 1.0, generator))
-    return torch.from_numpy(isotonic_regression(found.numpy()).x).clamp(0, len(values))
+    above = torch.from_numpy(isotonic_regression(found.numpy()).x).clamp(0, len(values))
+    return len(values) - torch.cat([above[:-1].flip(0), torch.zeros(1, dtype=torch.float64)])
 
 
 def _read_off(prefixes, quantiles, upper, n):

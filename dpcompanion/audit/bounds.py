@@ -169,7 +169,8 @@ class PlanCurve:
 
     def inverse(self, inside: float) -> float:
         """The least P(E | out) that goes with this P(E | in)."""
-        return float(self._curve.false_negative_rate(torch.tensor([1 - inside])))
+        out = torch.tensor([1 - inside], dtype=torch.float64)
+        return float(self._curve.false_negative_rate(out)[0])
 
 
 def refutes(

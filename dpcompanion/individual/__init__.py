@@ -35,9 +35,9 @@ examples at r = 0.01), 4 bytes beyond; without, by loss distributions, the same 
 norm or level, of which there are so few that it is about as much at most. Without, by RDP: at most
 200 MB of norms that wait to be added, and 8 bytes for each example and order (about 2 GB for a
 million) once they were added. Epsilons are computed in blocks of examples, so that what comes on
-top does not grow with n. Accounts of different examples have nothing to do with each other: where
-those without rounding take too much, one accountant after another, each for a part of the examples,
-gives the same.
+top does not grow with n. Where those without rounding take too much, one accountant after another,
+each for a part of the examples, gives the same by RDP. By loss distributions examples share grids,
+on which a bound may be a thousandth higher than on others.
 
 Norms that change for a few examples at a time are recorded for these alone, in time that does not
 grow with n.

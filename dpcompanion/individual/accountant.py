@@ -250,6 +250,10 @@ class IndividualAccountant(NormHistory):
         None exceeds `accounting.compute_epsilon` at the clip norm, by the same accountant and for
         `steps` steps, whose grid may be the finer one.
 
+        By RDP an example's epsilon is a function of its own norms. By PLD it is a bound on grids
+        that all examples share, and the norms of others may move it by a thousandth: what is told
+        to its owner, or released with noise (`dpcompanion.release`), is to be by RDP.
+
         Args:
             delta: in (0, 1).
             unequal_steps: True says that examples with fewer recorded steps really could not be

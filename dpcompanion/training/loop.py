@@ -212,8 +212,10 @@ def train(
             stateful={} if checkpoint is None else checkpoint.stateful,
             generator_device=generator_device,
         )
+        paid = loop.paid()
         if checkpoint is not None and checkpoint.exists:
             loop.load(checkpoint.path)
+            loop.warn_of_paid(paid, loop.paid())
             if loop.run.step == plan.steps or loop.run.history.stopped:
                 warnings.warn(
                     f"checkpoint {os.fspath(checkpoint.path)!r} is of a run that has finished: its "
@@ -221,7 +223,7 @@ def train(
                     stacklevel=2,
                 )
         else:
-            loop.warn_of_spent_filter()
+            loop.warn_of_paid(paid)
         loop.begin_alike(callbacks, checkpoint)
         if checkpoint is not None and seed is not None and ranks.first:
             note_seeds(checkpoint.path, [(loop.seed, loop.data_digest)])
@@ -352,18 +354,30 @@ class TrainingLoop:
         self.later = {}  # what was seen of that on a device, to be looked at when there is time
         self.stepping = False
 
-    def warn_of_spent_filter(self):
-        """A filter that has paid for another run clips those without budget to nothing."""
-        tracker = self.run.history.tracker
-        # a filter of one's own need not say what it has spent
-        spent = getattr(tracker and tracker.budget, "spent", None)
-        if not isinstance(spent, torch.Tensor) or not bool((spent > 0).any()):
-            return
-        warnings.warn(
-            "filter has paid for another run, and examples without budget take no part: make a new "
-            "filter for this run, or count the filter's promise once for both runs together",
-            stacklevel=3,
-        )
+    def paid(self):
+        """What the filters of all trackers have paid; one of the user's own need not say so."""
+        filters = [getattr(tracker, "budget", None) for tracker in self.trackers]
+        spent = [getattr(each, "spent", None) for each in filters]
+        return [each.clone() for each in spent if isinstance(each, torch.Tensor)]
+
+    def warn_of_paid(self, paid, loaded=None):
+        """A filter that has paid for another run clips those without budget to nothing; one that
+        goes on from a checkpoint has forgotten what it paid since.
+        """
+        if loaded is None and any(bool((each > 0).any()) for each in paid):
+            warnings.warn(
+                "filter has paid for another run, and examples without budget take no part: make "
+                "a new filter for this run, or count the filter's promise once for both runs "
+                "together",
+                stacklevel=3,
+            )
+        elif loaded and any(bool((had > has).any()) for had, has in zip(paid, loaded)):
+            warnings.warn(
+                "filter had paid more than the checkpoint knows of, which it now forgets: unless "
+                "that was for later steps of this run, which are taken again, the filter's promise "
+                "does not hold for both runs together",
+                stacklevel=3,
+            )
 
     def with_trackers(self, stateful):
         """What is saved with the run, its trackers among it."""

@@ -1,5 +1,6 @@
 """The ledger against dp-accounting's loss distributions, closed forms and quadrature."""
 
+import json
 import math
 
 import dp_accounting
@@ -536,3 +537,13 @@ def test_nobody_is_a_set_of_people_and_places_of_items_are_whole_numbers():
     for which in ([0, -1], [0, 0.5], [0, 2]):
         with pytest.raises(ValueError, match="which"):
             PersonalCosts.each(items, which)
+
+
+def test_a_run_whose_file_says_more_than_an_item_counts_is_refused():
+    run = {"sample_rate": 0.01, "noise_multiplier": 1.0, "steps": 100}
+    printed = {"epsilon": 1.0, "delta": 1e-5, "accountant": "pld", "sampler": "Poisson"}
+    assert Ledger.from_json(json.dumps(run | printed)) == Ledger([SampledGaussian(**run)])
+    plan = DPSGDPlan(n=10, max_grad_norm=[1.0] * 9 + [5.0], delta=1e-5, **run)
+    for config in (plan.config(), run | {"arithmetic": "float"}, run | {"max_grad_norm": 2.0}):
+        with pytest.raises(ValueError, match=r"source must hold .* (arithmetic|max_grad_norm)"):
+            Ledger.from_json(json.dumps(config))
