@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpcompanion._devices import on_accelerator
 from dpcompanion.engine.standard import own_mean, own_sum
+from dpcompanion.gradients.checks import check_untrained
 from dpcompanion.gradients.independence import check_loss, refuse_loss
 
 
@@ -31,6 +32,7 @@ class Unreduced:
             raise ValueError(
                 f"criterion must be a module or function of outputs and targets, got {criterion!r}"
             )
+        check_untrained(criterion, "criterion")
         self.criterion, self.reduction = criterion, "none"
         self._attribute = isinstance(getattr(criterion, "reduction", None), str)
         self._keyword = not self._attribute and _takes_reduction(criterion)

@@ -23,6 +23,7 @@ from dpcompanion.engine.randomness import digest, find_keys, keep_keys, note_ori
 from dpcompanion.engine.ranks import check_resumed, on_all_ranks, share_draws
 from dpcompanion.engine.shards import check_measured, is_sharded
 from dpcompanion.filters import ExactFilter, RenyiFilter
+from dpcompanion.gradients.checks import check_distinct
 from dpcompanion.idp.groups import budgets_for
 from dpcompanion.idp.parameters import (
     Budgets,
@@ -465,6 +466,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 "one"
             )
         check_loader(data_loader)
+        if settings.people is None:
+            check_distinct(data_loader.dataset, "data_loader")
         check_module(self, module, optimizer, grad_sample_mode, distributed.current())
         if is_sharded(module) and not settings.wrap_model:
             raise ValueError("wrap_model must be True where the module is sharded, got False")

@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from dpcompanion import _checks
 from dpcompanion._devices import autocasts, shortens_products
@@ -54,6 +54,18 @@ def check_data(x, y, n=None):
             f"data must hold {wanted}, got inputs of shape {tuple(x.shape)} and targets of shape "
             f"{tuple(y.shape)}"
         )
+
+
+def check_untrained(loss, name="loss"):
+    """A loss that is a module has nothing to train: only what the model gives is clipped."""
+    if isinstance(loss, torch.nn.Module):
+        trained = [own or "its own" for own, p in loss.named_parameters() if p.requires_grad]
+        if trained:
+            raise ValueError(
+                f"{name} must have no trainable parameters, got {', '.join(trained[:3])}: their "
+                "gradients would be neither clipped nor noisy; put them into the model, or freeze "
+                "them by requires_grad_(False)"
+            )
 
 
 def check_types(model, x):
@@ -335,6 +347,40 @@ def same_items(a, b):
         return bool(np.array_equal(cast(Any, a), b))
     except (TypeError, ValueError, NotImplementedError):  # a sparse row, for instance
         return a is b
+
+
+def check_distinct(dataset, name="data"):
+    """Refuse a data set that holds an item several times, as by oversampling: one example would
+    count as several, and move a sum by several clip norms.
+    """
+    first: dict[Any, int] = {}
+    for place, source in enumerate(_sources(dataset) or ()):
+        if source in first:
+            raise ValueError(
+                f"{name} must hold each item once, but item {place} is item {first[source]} again: "
+                "what is one example in truth would count as several, and move a sum by several "
+                "clip norms; or say by people= and at_most= whose each item is"
+            )
+        first[source] = place
+
+
+def _sources(dataset):
+    """Of each item of parts of data sets and of their concatenations, in which data set it is and
+    where; None for other data sets, whose items are taken for different ones.
+    """
+    if type(dataset) is Subset:
+        inside, size = _sources(dataset.dataset), len(cast(Any, dataset.dataset))
+        places = [int(place) % size for place in dataset.indices]
+        if inside is None:
+            return [(id(dataset.dataset), place) for place in places]
+        return [inside[place] for place in places]
+    if type(dataset) is ConcatDataset:
+        parts = [
+            _sources(part) or [(id(part), place) for place in range(len(cast(Any, part)))]
+            for part in dataset.datasets
+        ]
+        return [source for part in parts for source in part]
+    return None
 
 
 def check_batched(dataset, name="data"):

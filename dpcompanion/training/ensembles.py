@@ -143,6 +143,7 @@ def train_ensemble(
         ),
         generator_device=generator_device,
     )
+    ensemble._added = add is not None
     if workers is None:
         workers = torch.get_num_threads() if ensemble.device.type == "cpu" else 1
     if checkpoint is not None:

@@ -198,6 +198,7 @@ def examples_of(
             f"data must hold {'an example' if n is None else f'plan.n = {n} examples'}, got "
             f"{len(data)}"
         )
+    checks.check_distinct(data)
     checks.check_batched(data)
     checks.check_forgets_items(data)
     return Items(data, collate_fn=collate_fn)

@@ -297,6 +297,7 @@ class TrainingLoop:
         checks.check_alone(model, opacus=True)
         checks.check_model(model)
         checks.check_types(model, examples.probe[0])
+        checks.check_untrained(loss)
         if plan.arithmetic == "real":
             checks.check_sums(model)
         checks.check_optimizer(optimizer, model)

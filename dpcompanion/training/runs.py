@@ -124,6 +124,7 @@ class Ensemble:
         )
         self._network = self._workplace()
         self.step, self.epochs = 0, []
+        self._added = False  # whether something was added that no plan knows of
         self._ends = torch.full((runs,), self.steps, dtype=torch.int64)  # of each run its last step
         self.losses = torch.full(
             (runs, self.steps), math.nan, dtype=torch.float64, device=self.device
@@ -231,7 +232,8 @@ class Ensemble:
         """The history of one run: the steps that it took, its statement, its epsilons and its card.
 
         Raises:
-            ValueError: what is no index of a run.
+            ValueError: what is no index of a run, or of runs with `add`, whose plans do not say
+                what they released.
 
         >>> from dpcompanion.training import Callbacks, cross_entropy, models, train_ensemble
         >>> x, y = torch.randn(100, 2), torch.arange(100) % 2
@@ -259,6 +261,11 @@ class Ensemble:
         ([20, 5], True, 5)
         """
         run = _checks.whole_number("run", run, 0, len(self) - 1)
+        if self._added:
+            raise ValueError(
+                "add must be None in a run of which there is a history: what it adds to the "
+                "clipped sums is outside the plan's guarantee"
+            )
         taken, plan = int(self.steps_taken[run]), self.plans[run]
         return History(
             self.losses[run, :taken].clone(),

@@ -9,20 +9,27 @@ loop of one's own, with Opacus for instance, each logical step is a `step`::
     ...
     tracker.epsilon(1e-5)
 
-An exact account wants to see what was clipped. One by running estimates wants
+Each draw must be one of the plan's Poisson sampler, empty ones too: ``plan.sampler(generator)``
+gives them. An exact account wants to see what was clipped. One by running estimates wants
 ``tracker.observe(indices, norms)``, the norms before clipping; any other nothing, and
 `estimated_epsilon` tells what it is.
 """
 
 import abc
 import contextlib
+import math
+import warnings
 from collections.abc import Iterator
 
 import torch
+from scipy import stats
 
 from dpcompanion import _checks
 from dpcompanion._types import Array
 from dpcompanion.training.measuring import NormPasses
+
+# How unlikely as many batches of one size must be under Poisson sampling before they are none.
+_CHANCE = 1e-12
 
 
 class OwnLoop(abc.ABC):
@@ -30,6 +37,11 @@ class OwnLoop(abc.ABC):
 
     norms: torch.Tensor
     measuring: NormPasses
+
+    @property
+    @abc.abstractmethod
+    def draws(self) -> tuple[int, float]:
+        """From how many examples a step draws, and the sample rate."""
 
     @abc.abstractmethod
     def before_step(self) -> torch.Tensor | None:
@@ -48,6 +60,7 @@ class OwnLoop(abc.ABC):
     def __init__(self):
         # What was observed within `step`: (indices, norms, clipped) of each piece.
         self._observed = None
+        self._size, self._alike = None, 0  # of the last draw, and how many in a row had that size
 
     @contextlib.contextmanager
     def step(self) -> Iterator[torch.Tensor]:
@@ -96,8 +109,28 @@ class OwnLoop(abc.ABC):
                 )
             indices, norms, clipped = (torch.cat(column) if column else None for column in pieces)
             self.after_step(indices, norms, clipped=clipped)
+            if indices is not None:
+                self._note_size(len(indices))
         finally:
             self._observed = None
+
+    def _note_size(self, size):
+        """Warn of batches that are no Poisson draws: of a shuffled data set all have one size."""
+        self._alike = self._alike + 1 if size == self._size else 1
+        self._size, (n, rate) = size, self.draws
+        if rate == 1 or self._alike < 2:
+            return
+        # of the likeliest size; so many were equal to the first, and one less before this one
+        chance = float(stats.binom.pmf(math.floor((n + 1) * rate), n, rate))
+        if chance ** (self._alike - 1) < _CHANCE <= chance ** (self._alike - 2):
+            warnings.warn(
+                f"{self._alike} batches in a row were observed that hold {size} examples each, "
+                "which Poisson draws hardly do: the account holds for draws of plan.sampler alone, "
+                "in which each example tosses a coin of its own; batches of a shuffled data set "
+                "cost more",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def observe(
         self, indices: Array, norms: Array | None = None, *, clipped: Array | None = None

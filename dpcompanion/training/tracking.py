@@ -344,6 +344,11 @@ class NormTracker(OwnLoop):
         norms = [norms.cpu() for _, norms in self._kept]
         return steps, torch.stack(norms) if norms else torch.zeros(0, len(self.norms))
 
+    @property
+    def draws(self) -> tuple[int, float]:
+        """From how many examples a step draws, and the sample rate."""
+        return len(self.measuring.data), float(self._accountant.sample_rate)
+
     def before_step(self) -> torch.Tensor | None:
         """Begin a step: renew the norms if a pass is due, and charge all. `train` calls it; see
         `step` for a loop of one's own.

@@ -444,3 +444,22 @@ def test_whose_limit_is_0_takes_no_part():
         assert len(found.norms) == N and (found.norms > 0).all()
     refused("max_grad_norm", clipped_sum, model, cross_entropy, X, Y, 0.0)
     refused("max_grad_norm", clipped_sum, model, cross_entropy, X, Y, -limits)
+
+
+def test_a_loss_with_trainable_parameters_is_refused():
+    class Tempered(nn.Module):
+        def __init__(self, trained):
+            super().__init__()
+            self.temperature = nn.Parameter(torch.ones(()), requires_grad=trained)
+
+        def forward(self, outputs, y):
+            return cross_entropy(outputs / self.temperature, y)
+
+    torch.manual_seed(0)
+    refused(
+        "loss must have no trainable parameters, got temperature",
+        fit,
+        nn.Linear(4, 2),
+        Tempered(True),
+    )
+    assert len(fit(nn.Linear(4, 2), Tempered(False)).losses) == PLAN.steps

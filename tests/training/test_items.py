@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from dpcompanion.training import (
     Checkpoint,
@@ -369,3 +370,36 @@ def test_targets_may_be_drawn_by_any_generator_and_a_run_goes_on(draw, tmp_path)
             progress=False,
         )
         assert history.steps == 2
+
+
+def test_an_item_that_comes_twice_is_one_example_and_refused():
+    x, y = torch.randn(20, 3), torch.arange(20) % 2
+    whole = TensorDataset(x, y)
+
+    def fit(data, **options):
+        model = torch.nn.Linear(3, 2)
+        plan = DPSGDPlan(
+            n=options.pop("n", len(data)),
+            sample_rate=0.2,
+            steps=2,
+            max_grad_norm=1.0,
+            noise_multiplier=1.0,
+            delta=1e-3,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return train(
+            model, cross_entropy, data, plan, optimizer=optimizer, seed=0, progress=False, **options
+        )
+
+    for twice in (
+        Subset(whole, [*range(20), 3]),
+        Subset(whole, [1, -19]),
+        ConcatDataset([whole, whole]),
+        ConcatDataset([Subset(whole, [0, 1]), Subset(whole, [1, 2])]),
+        Subset(Subset(whole, [4, 4, 5]), [0, 1]),
+    ):
+        refused("each item once", fit, twice)
+    fit(Subset(Subset(whole, [4, 4, 5]), [0, 2]))
+    fit(ConcatDataset([Subset(whole, [0, 1]), TensorDataset(x, y)]))  # for all that is known
+    rows = Subset(whole, [*range(20), 3])
+    fit(rows, people=torch.tensor([*range(20), 3]), at_most=2, n=20)

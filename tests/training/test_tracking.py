@@ -19,6 +19,7 @@ from dpcompanion.training import (
     Callbacks,
     Checkpoint,
     DPSGDPlan,
+    Track,
     clipped_sum,
     cross_entropy,
     gaussian_noise,
@@ -887,3 +888,57 @@ def test_a_part_of_a_model_is_not_taken_for_the_model_within_a_wrapper():
     run(data, plan, model, tracker)
     before = gradient_norms(Scaled().double(), cross_entropy, *data)
     assert torch.allclose(tracker.norms_of_passes[1][0].double(), before, rtol=1e-6)
+
+
+def test_batches_of_a_shuffled_data_set_in_a_loop_of_ones_own_warn():
+    data, plan = problem()
+    shuffled, drawn = (tracked(data, plan, network(), clipping="individual") for _ in range(2))
+
+    def take(tracker, indices):
+        with tracker.step() as limits:
+            tracker.observe(indices, clipped=limits[indices])
+
+    sampler = plan.sampler(torch.Generator().manual_seed(0))
+    for _ in range(plan.steps):
+        take(drawn, sampler.draw())
+    batches = torch.randperm(60, generator=torch.Generator().manual_seed(0)).split(6)
+    with pytest.warns(RuntimeWarning, match="batches in a row were observed that hold 6") as seen:
+        for _ in range(3):
+            for batch in batches:
+                take(shuffled, batch)
+    assert len(seen) == 1
+
+
+def test_a_filter_that_goes_on_from_a_checkpoint_says_that_it_forgets_what_it_paid(tmp_path):
+    data, plan = problem()
+    filter = RenyiFilter.for_plan(plan, 8.0)
+
+    class CutOffError(Exception):
+        pass
+
+    def run(filter, steps, path):
+        def cut_off(now):
+            if now.step == steps:
+                raise CutOffError
+
+        model = network()
+        train(
+            model,
+            cross_entropy,
+            data,
+            plan,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            seed=0,
+            filter=filter,
+            track=Track(clipping="individual"),
+            callbacks=Callbacks(on_step=cut_off),
+            checkpoint=None if path is None else Checkpoint(path, every=1),
+            progress=False,
+        )
+
+    with pytest.raises(CutOffError):
+        run(filter, 10, tmp_path / "run.pt")
+    with pytest.warns(UserWarning, match="filter has paid for another run"):
+        run(filter, 99, None)
+    with pytest.warns(UserWarning, match="which it now forgets"):
+        run(filter, 99, tmp_path / "run.pt")
