@@ -136,15 +136,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         budgets = budgets_for(self.epsilon if budgets is None else budgets, n)
         left, self.scaler_ = 1.0, None
         if self.lower is not None:
-            left, means = 1 - SHARE, x
-            if rows is not None:  # one row a person
-                inside = x.clamp(
-                    *(torch.as_tensor(bound, dtype=x.dtype) for bound in (lower, upper))
-                )
-                means = (
-                    torch.zeros(n, x.shape[1]).index_add(0, rows.owners, inside)
-                    / rows.counts[:, None]
-                )
+            left, means = 1 - SHARE, x if rows is None else _means(x, rows, lower, upper)
             seed = self.random_state
             generator = None if seed is None else keyed_generator(derive_key(seed, "scaler"))
             paid, bounds = SHARE * float(budgets.min()), {"lower": lower, "upper": upper}
@@ -209,6 +201,13 @@ def _targets(y, classes, rows):
             f"{labels[strange].tolist()[0]!r:.80}"
         )
     return torch.from_numpy(places)
+
+
+def _means(x, rows, lower, upper):
+    """The mean of each person's rows, (persons, d), between the bounds."""
+    inside = x.clamp(*(torch.as_tensor(bound, dtype=x.dtype) for bound in (lower, upper)))
+    sums = torch.zeros(len(rows), x.shape[1]).index_add(0, rows.owners, inside)
+    return sums / rows.counts[:, None]
 
 
 def _names(X):

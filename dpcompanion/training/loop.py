@@ -212,10 +212,10 @@ def train(
             stateful={} if checkpoint is None else checkpoint.stateful,
             generator_device=generator_device,
         )
-        paid = loop.paid()
+        paid, same = loop.paid(), loop.take_filters(checkpoint)
         if checkpoint is not None and checkpoint.exists:
             loop.load(checkpoint.path)
-            loop.warn_of_paid(paid, loop.paid())
+            loop.warn_of_paid(paid, loop.paid() if not same else paid)
             if loop.run.step == plan.steps or loop.run.history.stopped:
                 warnings.warn(
                     f"checkpoint {os.fspath(checkpoint.path)!r} is of a run that has finished: its "
@@ -323,12 +323,7 @@ class TrainingLoop:
         self.numbers = sum(p.numel() for p in self.parameters.values())
         self.dtype = next(iter(self.parameters.values())).dtype
         self.modes = {module: module.training for module in model.modules()}
-        self.float64 = plan.arithmetic == "float"
-        if self.float64 and (self.seed is not None or self.numbers != plan.parameters):
-            raise ValueError(
-                "plan with arithmetic='float' must have as many parameters as the model, "
-                f"{self.numbers}, and takes no seed, got {plan.parameters} and seed {self.seed}"
-            )
+        self.float64 = self.counts_floats(plan)
         self.network, self.loss = self.examples.seen(model, loss)
         prefix = "" if self.network is model else "model."
         self.called = {name: prefix + name for name in self.parameters}
@@ -355,11 +350,35 @@ class TrainingLoop:
         self.later = {}  # what was seen of that on a device, to be looked at when there is time
         self.stepping = False
 
+    def counts_floats(self, plan):
+        """Whether the plan counts what floats do: of as many parameters, and of secret noise."""
+        counts = plan.arithmetic == "float"
+        if counts and (self.seed is not None or self.numbers != plan.parameters):
+            raise ValueError(
+                "plan with arithmetic='float' must have as many parameters as the model, "
+                f"{self.numbers}, and takes no seed, got {plan.parameters} and seed {self.seed}"
+            )
+        return counts
+
+    def filters(self):
+        """The filters of all trackers."""
+        held = (getattr(tracker, "budget", None) for tracker in self.trackers)
+        return [each for each in held if each is not None]
+
     def paid(self):
-        """What the filters of all trackers have paid; one of the user's own need not say so."""
-        filters = [getattr(tracker, "budget", None) for tracker in self.trackers]
-        spent = [getattr(each, "spent", None) for each in filters]
-        return [each.clone() for each in spent if isinstance(each, torch.Tensor)]
+        """What the filters have paid; one of the user's own need not say so."""
+        spent = [getattr(each, "spent", None) for each in self.filters()]
+        known = [each for each in spent if isinstance(each, torch.Tensor) and not each.is_meta]
+        return [each.clone() for each in known]
+
+    def take_filters(self, checkpoint):
+        """Note for which checkpoint's run the filters pay; whether it was that already."""
+        path = None if checkpoint is None else os.path.abspath(checkpoint.path)
+        before = [getattr(each, "_pays_for", None) for each in self.filters()]
+        for each in self.filters():
+            with contextlib.suppress(AttributeError):  # of a filter of the user's own
+                each._pays_for = path
+        return path is not None and all(one == path for one in before)
 
     def warn_of_paid(self, paid, loaded=None):
         """A filter that has paid for another run clips those without budget to nothing; one that
