@@ -169,7 +169,8 @@ class PlanCurve:
 
     def inverse(self, inside: float) -> float:
         """The least P(E | out) that goes with this P(E | in)."""
-        out = torch.tensor([1 - inside], dtype=torch.float64)
+        # A hair more than 1 - inside, which was rounded: there the curve is lower.
+        out = torch.tensor([min(1 - inside + 2.0**-52, 1.0)], dtype=torch.float64)
         return float(self._curve.false_negative_rate(out)[0])
 
 
