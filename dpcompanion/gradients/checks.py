@@ -352,35 +352,36 @@ def same_items(a, b):
 def check_distinct(dataset, name="data"):
     """Refuse a data set that holds an item several times, as by oversampling: one example would
     count as several, and move a sum by several clip norms.
+
+    Seen are parts of data sets (`Subset`), their concatenations, and parts and concatenations of
+    these; items of other data sets are taken for different ones.
     """
-    first: dict[Any, int] = {}
-    for place, source in enumerate(_sources(dataset) or ()):
-        if source in first:
-            raise ValueError(
-                f"{name} must hold each item once, but item {place} is item {first[source]} again: "
-                "what is one example in truth would count as several, and move a sum by several "
-                "clip norms; or say by people= and at_most= whose each item is"
-            )
-        first[source] = place
+    if type(dataset) not in (Subset, ConcatDataset):
+        return
+    sets, places = _sources(dataset)
+    _, sets = np.unique(sets, return_inverse=True)
+    _, first, which = np.unique(
+        sets * (1 + places.max(initial=0)) + places, return_index=True, return_inverse=True
+    )
+    again = np.flatnonzero(first[which] != np.arange(len(which)))
+    if len(again):
+        raise ValueError(
+            f"{name} must hold each item once, but item {again[0]} is item "
+            f"{first[which[again[0]]]} again: what is one example in truth would count as several, "
+            "and move a sum by several clip norms; or say by people= and at_most= whose each item "
+            "is"
+        )
 
 
 def _sources(dataset):
-    """Of each item of parts of data sets and of their concatenations, in which data set it is and
-    where; None for other data sets, whose items are taken for different ones.
-    """
-    if type(dataset) is Subset:
-        inside, size = _sources(dataset.dataset), len(cast(Any, dataset.dataset))
-        places = [int(place) % size for place in dataset.indices]
-        if inside is None:
-            return [(id(dataset.dataset), place) for place in places]
-        return [inside[place] for place in places]
+    """Of each item in which data set it is, and where: two arrays."""
     if type(dataset) is ConcatDataset:
-        parts = [
-            _sources(part) or [(id(part), place) for place in range(len(cast(Any, part)))]
-            for part in dataset.datasets
-        ]
-        return [source for part in parts for source in part]
-    return None
+        return tuple(map(np.concatenate, zip(*map(_sources, dataset.datasets))))
+    if type(dataset) is Subset:
+        sets, places = _sources(dataset.dataset)
+        chosen = np.asarray([int(place) for place in dataset.indices], dtype=np.int64)
+        return sets[chosen], places[chosen]
+    return np.full(len(dataset), id(dataset)), np.arange(len(dataset))
 
 
 def check_batched(dataset, name="data"):
