@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpcompanion.accounting import compute_delta, compute_epsilon, find_steps, rdp_sampled_gaussian
-from dpcompanion.filters import adaptive_delta, calibrate_filter, level_costs
+from dpcompanion.accounting import compute_delta, compute_epsilon, rdp_sampled_gaussian
+from dpcompanion.filters import adaptive_delta
 from dpcompanion.per_instance import step_divergence
 from dpcompanion.reproduction import experiments, published
 from dpcompanion.reproduction.papers.idp_sgd import TABLE_5
@@ -130,25 +130,6 @@ def test_proofs_the_moment_is_convex_in_the_squared_length(alpha):
         )
     )
     assert (moment[2:] - 2 * moment[1:-1] + moment[:-2] > 0).all()
-
-
-@pytest.mark.slow
-def test_exact_filters_levels_and_how_long_they_stay():
-    levels, _, _ = solutions("exact-filters")
-    run, steps, block = dict(sample_rate=512 / 60_000, noise_multiplier=3.425), 9360, 117
-    epsilon = compute_epsilon(**run, steps=steps, delta=1e-5)
-    target = dict(target_epsilon=epsilon, target_delta=1e-5)
-    fixed = find_steps(
-        **target, sample_rate=run["sample_rate"], noise_multiplier=run["noise_multiplier"] / 0.3
-    )
-    stays = [fixed / steps]
-    for shares, at in (((0.25, 0.5, 0.75, 1.0), 1), ((0.3, 0.5, 0.75, 1.0), 0)):
-        costs = level_costs(shares, **run, **target, steps=steps, block=block)
-        found = calibrate_filter(
-            **run, **target, levels=shares, costs=costs, steps=steps, block=block
-        )
-        stays.append(found.budget // costs[at] * block / steps)
-    assert all(f" {stay:.2f} times" in levels for stay in stays)
 
 
 def test_exact_filters_adaptivity_is_free_at_equal_costs():
