@@ -289,8 +289,9 @@ def needed(record):
             color=plotting.COLORS["live"],
         )
         ax.set(xscale="log", yscale="log", title=NAMES[name], ylabel="epsilon achieved")
-        ax.xaxis.set(major_locator=FixedLocator([0.5, 1, 2, 4]), minor_formatter=NullFormatter())
-        ax.xaxis.set_major_formatter("{x:g}")
+        for axis, ticks in ((ax.xaxis, [1, 2, 4, 8]), (ax.yaxis, [0.25, 0.5, 1, 2, 4, 8, 16])):
+            axis.set(major_locator=FixedLocator(ticks), minor_formatter=NullFormatter())
+            axis.set_major_formatter("{x:g}")
     axes[-1].set_xlabel("target epsilon")
     plt.show()
     return plotting.digest(digits=3, **drawn)
