@@ -18,8 +18,8 @@ models protect a person by the training's own guarantee, and the two add up:
 training promised beforehand and not with the person's own account. **Not covered:** values that
 depend on more than that. Epsilons by running estimates follow who was sampled. Epsilons by PLD are
 bounds on grids that all persons of an account share, so that one person's norms may move those of
-all others by a thousandth, and mean and quantiles by many times what is paid for: release those of
-``accountant="rdp"``.
+all others by about a thousandth, and mean and quantiles by many times what is paid for: release
+those of ``accountant="rdp"``.
 
 **Several releases.** All methods here are compositions of Gaussian mechanisms, so they compose
 exactly: `split` gives the epsilon at which each of k releases may run so that together they are
@@ -100,7 +100,7 @@ def private_mean(
     delta)-private: a float from 0 to `upper`, where what the noise carries beyond is moved to the
     nearest end.
 
-    Neighbouring relation: one value added or removed, or replaced, n public; the sum moves by
+    Neighbouring relation: one value left out or replaced, n public; the sum moves by
     `upper` at most in both.
 
     Args:
@@ -147,7 +147,7 @@ def private_quantiles(
 
     They are (len(quantiles),) float64, from 0 to `upper`.
 
-    Neighbouring relation: one value added or removed, n public; or one replaced, see
+    Neighbouring relation: one value left out, n public; or one replaced, see
     `replacement_factor`.
 
     Many arguments, since quantiles, privacy and randomness are all chosen by keyword.
@@ -287,7 +287,7 @@ def private_scaler(
     """Mean and standard deviation of each column, (epsilon, delta)-private together: for scaling
     data before training.
 
-    Neighbouring relation: one row added or removed, or replaced, n public; see the module's text.
+    Neighbouring relation: one row left out or replaced, n public; see the module's text.
     Where a person has several rows, give one row a person, such as their mean.
 
     Args:

@@ -11,7 +11,7 @@ ValueError: data must be two tensors (x, y), got a ndarray and a Tensor; use tor
 import contextlib
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any, cast
 
 import numpy as np
@@ -358,7 +358,7 @@ def check_distinct(dataset, name="data"):
     """
     if type(dataset) not in (Subset, ConcatDataset):
         return
-    sets, places = _sources(dataset)
+    sets, places = _sources(dataset, np.arange(len(dataset)))
     _, sets = np.unique(sets, return_inverse=True)
     _, first, which = np.unique(
         sets * (1 + places.max(initial=0)) + places, return_index=True, return_inverse=True
@@ -373,15 +373,20 @@ def check_distinct(dataset, name="data"):
         )
 
 
-def _sources(dataset):
-    """Of each item in which data set it is, and where: two arrays."""
-    if type(dataset) is ConcatDataset:
-        return tuple(map(np.concatenate, zip(*map(_sources, dataset.datasets))))
+def _sources(dataset, places):
+    """In which data set the items at these places are, and where there: two arrays."""
+    if isinstance(dataset, Sized):  # places may count from the end
+        places = places % max(len(dataset), 1)
     if type(dataset) is Subset:
-        sets, places = _sources(dataset.dataset)
-        chosen = np.asarray([int(place) for place in dataset.indices], dtype=np.int64)
-        return sets[chosen], places[chosen]
-    return np.full(len(dataset), id(dataset)), np.arange(len(dataset))
+        return _sources(dataset.dataset, np.asarray(dataset.indices, dtype=np.int64)[places])
+    sets = np.full(len(places), id(dataset))
+    if type(dataset) is ConcatDataset:
+        ends = dataset.cumulative_sizes
+        which = np.searchsorted(ends, places, side="right")
+        for k, (part, begin) in enumerate(zip(dataset.datasets, (0, *ends))):
+            here = which == k
+            sets[here], places[here] = _sources(part, places[here] - begin)
+    return sets, places
 
 
 def check_batched(dataset, name="data"):

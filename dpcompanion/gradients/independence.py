@@ -197,8 +197,8 @@ def check_loss_repeats(model, loss, x, y):
     with torch.no_grad(), beginning_alike(model, x.device):
         outputs = model(x)
 
-    def learnt_from(t):
-        return t.detach().clone().requires_grad_(t.is_floating_point())
+    def learnt_from(t):  # no leaf, as in training, where a loss may write into the outputs
+        return t.detach().requires_grad_(t.is_floating_point()).clone()
 
     def asked():
         with torch.enable_grad(), beginning_alike(model, x.device):

@@ -37,7 +37,7 @@ norm or level, of which there are so few that it is about as much at most. Witho
 million) once they were added. Epsilons are computed in blocks of examples, so that what comes on
 top does not grow with n. Where those without rounding take too much, one accountant after another,
 each for a part of the examples, gives the same by RDP. By loss distributions examples share grids,
-on which a bound may be a thousandth higher than on others.
+on which a bound may be a thousandth or two higher than on others.
 
 Norms that change for a few examples at a time are recorded for these alone, in time that does not
 grow with n.

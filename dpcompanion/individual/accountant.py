@@ -251,8 +251,8 @@ class IndividualAccountant(NormHistory):
         `steps` steps, whose grid may be the finer one.
 
         By RDP an example's epsilon is a function of its own norms. By PLD it is a bound on grids
-        that all examples share, and the norms of others may move it by a thousandth: what is told
-        to its owner, or released with noise (`dpcompanion.release`), is to be by RDP.
+        that all examples share, and the norms of others may move it by about a thousandth: what is
+        told to its owner, or released with noise (`dpcompanion.release`), is to be by RDP.
 
         Args:
             delta: in (0, 1).

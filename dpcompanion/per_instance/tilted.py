@@ -242,7 +242,7 @@ def exact_composition(
 
     Args:
         log_masses: (runs, ...) sums over the steps of :math:`\ln A(\Delta_t)` (for "add"
-            :math:`\ln B`), along independent tilted runs of the same order and direction.
+            :math:`\ln \bar A`), along independent tilted runs of the same order and direction.
         order: :math:`\alpha`, above 1.
         worst_case: the data-independent divergence of the run at this order, nats: the number of
             steps times `step_divergence` at the clip norm. A number or (...). The upper bound

@@ -215,7 +215,8 @@ def train(
         paid, same = loop.paid(), loop.take_filters(checkpoint)
         if checkpoint is not None and checkpoint.exists:
             loop.load(checkpoint.path)
-            loop.warn_of_paid(paid, loop.paid() if not same else paid)
+            if not same:
+                loop.warn_of_paid(paid, loop.paid())
             if loop.run.step == plan.steps or loop.run.history.stopped:
                 warnings.warn(
                     f"checkpoint {os.fspath(checkpoint.path)!r} is of a run that has finished: its "

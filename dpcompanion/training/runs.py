@@ -142,6 +142,7 @@ class Ensemble:
         self.x, self.y, self.loss = x.to(self.device), y.to(self.device), loss
         checks.check_model(self._template)
         checks.check_types(self._template, x)
+        checks.check_untrained(loss)
         checks.check_sums(self._template)
         checks.try_out(self._template, loss, self.x, self.y)
         traces.check_leaves_no_trace(self._template, self.x[:2])

@@ -446,6 +446,14 @@ def test_whose_limit_is_0_takes_no_part():
     refused("max_grad_norm", clipped_sum, model, cross_entropy, X, Y, -limits)
 
 
+def test_a_loss_may_write_into_the_outputs_that_it_is_given():
+    def in_place(outputs, y):
+        return cross_entropy(outputs.sub_(outputs.detach().amax(1, keepdim=True)), y)
+
+    torch.manual_seed(0)
+    assert len(fit(nn.Linear(4, 2), in_place).losses) == PLAN.steps
+
+
 def test_a_loss_with_trainable_parameters_is_refused():
     class Tempered(nn.Module):
         def __init__(self, trained):

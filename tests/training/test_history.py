@@ -120,6 +120,14 @@ def test_a_filter_that_has_paid_for_another_run_is_warned_of(tmp_path):
         warnings.simplefilter("error")
         trained(filter=filter, **options)
 
+    filter, options = RenyiFilter.for_plan(PLAN, 8.0), dict(checkpoint=Checkpoint(tmp_path / "b"))
+    with pytest.raises(InterruptedError):
+        trained(filter=filter, callbacks=Callbacks(on_step=stop), **options)
+    with pytest.warns(UserWarning, match="filter has paid for another run"):
+        trained(filter=filter)
+    with pytest.warns(UserWarning, match="which it now forgets"):
+        trained(filter=filter, **options)
+
 
 def test_performance_is_the_single_keywords():
     one, _ = trained(performance=Performance(method="func", microbatch_size=3, device="cpu"))

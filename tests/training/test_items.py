@@ -401,5 +401,8 @@ def test_an_item_that_comes_twice_is_one_example_and_refused():
         refused("each item once", fit, twice)
     fit(Subset(Subset(whole, [4, 4, 5]), [0, 2]))
     fit(ConcatDataset([Subset(whole, [0, 1]), TensorDataset(x, y)]))  # for all that is known
+    unsized = type("Unsized", (), {"__getitem__": lambda self, i: (x[i], y[i])})()
+    fit(Subset(unsized, [1, 2]))
+    refused("each item once", fit, Subset(unsized, [1, 1]))
     rows = Subset(whole, [*range(20), 3])
     fit(rows, people=torch.tensor([*range(20), 3]), at_most=2, n=20)

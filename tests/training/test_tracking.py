@@ -19,7 +19,6 @@ from dpcompanion.training import (
     Callbacks,
     Checkpoint,
     DPSGDPlan,
-    Track,
     clipped_sum,
     cross_entropy,
     gaussian_noise,
@@ -907,38 +906,3 @@ def test_batches_of_a_shuffled_data_set_in_a_loop_of_ones_own_warn():
             for batch in batches:
                 take(shuffled, batch)
     assert len(seen) == 1
-
-
-def test_a_filter_that_goes_on_from_a_checkpoint_says_that_it_forgets_what_it_paid(tmp_path):
-    data, plan = problem()
-    filter = RenyiFilter.for_plan(plan, 8.0)
-
-    class CutOffError(Exception):
-        pass
-
-    def run(filter, steps, path):
-        def cut_off(now):
-            if now.step == steps:
-                raise CutOffError
-
-        model = network()
-        train(
-            model,
-            cross_entropy,
-            data,
-            plan,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            seed=0,
-            filter=filter,
-            track=Track(clipping="individual"),
-            callbacks=Callbacks(on_step=cut_off),
-            checkpoint=None if path is None else Checkpoint(path, every=1),
-            progress=False,
-        )
-
-    with pytest.raises(CutOffError):
-        run(filter, 10, tmp_path / "run.pt")
-    with pytest.warns(UserWarning, match="filter has paid for another run"):
-        run(filter, 99, None)
-    with pytest.warns(UserWarning, match="which it now forgets"):
-        run(filter, 99, tmp_path / "run.pt")

@@ -88,7 +88,7 @@ def by_holder(direction, p, recursion="proof"):
 
 
 def tilted(direction, runs, seed, order=ORDER):
-    """ln A ("remove") or ln B ("add"), summed along tilted runs: (runs,)."""
+    """The logarithms of the moments of "remove" or "add", summed along tilted runs: (runs,)."""
     generator = torch.Generator().manual_seed(seed)
     theta, total = torch.zeros(runs, dtype=torch.float64), torch.zeros(runs, dtype=torch.float64)
     for _ in range(STEPS):
