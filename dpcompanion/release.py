@@ -11,15 +11,15 @@ the epsilon and the gradient norm are of whose gradient is zeroed. Where one val
 quantiles, and a release of epsilon 0.1 for add or remove is one of 0.131 for replacement (512 bins,
 delta 1e-5). The mean and the iterations cost the same in both.
 
-Given the models of the training run, a person's epsilon *by RDP* is a function of these models and
-of that person's data alone (Yu et al. 2023, theorem 3.2), so one person changes one value. The
-models protect a person by the training's own guarantee, and the two add up:
+Given the models of the training run, a person's epsilon is a function of these models and of that
+person's data alone (Yu et al. 2023, theorem 3.2), so one person changes one value. The models
+protect a person by the training's own guarantee, and the two add up:
 :math:`(\varepsilon_\text{train} + \varepsilon, \delta_\text{train} + \delta)` at most, with what
 training promised beforehand and not with the person's own account. **Not covered:** values that
-depend on more than that. Epsilons by running estimates follow who was sampled. Epsilons by PLD are
-bounds on grids that all persons of an account share, so that one person's norms may move those of
-all others by about a thousandth, and mean and quantiles by many times what is paid for: release
-those of ``accountant="rdp"``.
+depend on more than that. Epsilons by running estimates follow who was sampled. Accounts by PLD
+without `rounding` have the norms of all persons as their levels, so that one person's norms may
+move the epsilons of all others by about a thousandth, and mean and quantiles by many times what is
+paid for: give them a rounding, or take ``accountant="rdp"``.
 
 **Several releases.** All methods here are compositions of Gaussian mechanisms, so they compose
 exactly: `split` gives the epsilon at which each of k releases may run so that together they are

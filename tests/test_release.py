@@ -10,7 +10,8 @@ import torch
 from scipy import stats
 
 from dpcompanion import release
-from dpcompanion.accounting import Ledger, gaussian_delta, gaussian_epsilon
+from dpcompanion.accounting import Gaussian, Ledger, gaussian_delta, gaussian_epsilon
+from dpcompanion.individual import IndividualAccountant
 from dpcompanion.mechanism import secure
 from dpcompanion.release import (
     _convolved,
@@ -497,3 +498,27 @@ def test_who_is_left_out_with_value_0_moves_a_curve_no_further_than_its_noise_sa
         for v in (0.0, math.nan)
     ]
     assert mean[0] == mean[1]
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_whose_gradients_vanish_moves_no_other_persons_epsilon(accountant):
+    """By PLD persons shared grids: the mean of all moved by more than the noise was made for."""
+    norms = torch.rand(20, 60, generator=torch.Generator().manual_seed(0)).cumprod(dim=0).sqrt()
+
+    def epsilons(left_out):
+        account = IndividualAccountant(
+            60, sample_rate=0.05, noise_multiplier=1.0, max_grad_norm=0.5, accountant=accountant
+        )
+        for row in norms:
+            row = row.clone()
+            row[left_out] = 0
+            account.record(row, steps=5)
+        spent = Ledger().add(account).add(Gaussian(3.0)).epsilons(1e-6)
+        return torch.stack([account.epsilon(1e-5), spent])
+
+    all_ = epsilons([])
+    for person in (int(all_[0].argmax()), int(all_[0].argmin()), 7):
+        beside = torch.arange(60) != person
+        found = epsilons([person])
+        assert torch.allclose(found[:, beside], all_[:, beside], rtol=1e-11, atol=0)
+        assert found[0, person] == 0 < all_[0, person]

@@ -97,10 +97,12 @@ def epsilons_of(
     alone: Callable[[list[Item]], float],
     *,
     relation: str = "add-remove",
+    steps: int | None = None,
 ) -> torch.Tensor:
     """Epsilon of each person at `delta`, (n,) float64, an upper bound, about 0.1% too large.
 
-    Sampler: Poisson.
+    Sampler: Poisson. With `steps` a bound is a function of the person's own counts, up to the
+    rounding errors of floats, as is needed where the counts are private (`histories`).
 
     Args:
         costs: distinct ones.
@@ -108,9 +110,8 @@ def epsilons_of(
         delta: in (0, 1).
         alone: the epsilon of some items, for people who are few, or have no sampled steps.
         relation: "add-remove", or "replace", where one example replaces another.
+        steps: a public number, at least that of anyone's charges.
     """
-    used = [j for j in range(len(costs)) if bool(counts[:, j].any())]
-    costs, counts = [costs[j] for j in used], counts[:, used]
     if not costs:
         return torch.zeros(len(counts), dtype=torch.float64)
     rows, which = distinct_rows(counts)
@@ -119,7 +120,8 @@ def epsilons_of(
     unequal = [
         isinstance(kind, _Replaced) and kind.noise_multiplier != kind.other for kind in kinds
     ]
-    if len(rows) <= _FEW:
+    # How many differ says something of each of them, how many there are is public.
+    if len(rows if steps is None else counts) <= _FEW:
         gridded = rows[:, unequal].any(dim=1)
     if min(map(_scale, kinds)) < inclusion_bound.LITTLE_NOISE:
         gridded[:] = False
@@ -144,7 +146,7 @@ def epsilons_of(
         )
     for lost in infinite[gridded].unique().tolist():
         here = (gridded & (infinite == lost)).nonzero()[:, 0]
-        found[here] = _on_grids(kinds, rows[here], delta - lost)
+        found[here] = _on_grids(kinds, rows[here], delta - lost, steps)
     return found[which]
 
 
@@ -181,18 +183,17 @@ def _scale(kind):
     return kind.scale if isinstance(kind, Laplace) else kind.noise_multiplier
 
 
-def _on_grids(kinds, counts, delta):
+def _on_grids(kinds, counts, delta, steps=None):
     """Epsilon of people all of whom have sampled steps, in the worse direction."""
     # An epsilon of 0 has no finite loss.
-    used = [
-        j for j in range(len(kinds)) if bool(counts[:, j].any()) and _scale(kinds[j]) < math.inf
-    ]
+    used = [j for j in range(len(kinds)) if _scale(kinds[j]) < math.inf]
     # Kinds whose losses are capped come first: of all the cap of the first one is counted.
     used.sort(key=lambda j: isinstance(kinds[j], (Laplace, Guarantee)))
     kinds, counts = [kinds[j] for j in used], counts[:, used]
     most = SPREAD * min(map(_scale, kinds))
     levels, nodes = _levels(kinds, most)
-    log_capped = LOG_CAPPED + math.log(delta) - math.log(float(total_steps(counts).max()))
+    longest = max(float(total_steps(counts).max()), steps or 0)
+    log_capped = LOG_CAPPED + math.log(delta) - math.log(longest)
     found = torch.zeros(len(counts), dtype=torch.float64)
     for direction in DIRECTIONS:
         losses = {

@@ -36,8 +36,8 @@ norm or level, of which there are so few that it is about as much at most. Witho
 200 MB of norms that wait to be added, and 8 bytes for each example and order (about 2 GB for a
 million) once they were added. Epsilons are computed in blocks of examples, so that what comes on
 top does not grow with n. Where those without rounding take too much, one accountant after another,
-each for a part of the examples, gives the same by RDP. By loss distributions examples share grids,
-on which a bound may be a thousandth or two higher than on others.
+each for a part of the examples, gives the same by RDP. By loss distributions without rounding the
+examples' norms share nodes, between which a bound may be a thousandth or two higher.
 
 Norms that change for a few examples at a time are recorded for these alone, in time that does not
 grow with n.

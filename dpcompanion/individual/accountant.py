@@ -250,9 +250,10 @@ class IndividualAccountant(NormHistory):
         None exceeds `accounting.compute_epsilon` at the clip norm, by the same accountant and for
         `steps` steps, whose grid may be the finer one.
 
-        By RDP an example's epsilon is a function of its own norms. By PLD it is a bound on grids
-        that all examples share, and the norms of others may move it by about a thousandth: what is
-        told to its owner, or released with noise (`dpcompanion.release`), is to be by RDP.
+        An example's epsilon is a function of its own norms, up to the rounding errors of floats, as
+        is needed where it is told to its owner or released with noise (`dpcompanion.release`). The
+        exception are accounts by PLD without `rounding`: their levels are the norms of all
+        examples, and those of others may move a bound by about a thousandth.
 
         Args:
             delta: in (0, 1).
@@ -408,6 +409,7 @@ class IndividualAccountant(NormHistory):
                 sample_rate=self.sample_rate,
                 delta=delta,
                 noise_multipliers=self.noise_multiplier / self.levels,
+                steps=self.steps,
             ).to(self.device)
         if self.rounding is None:
             return self._divergences.epsilon(delta)
