@@ -24,7 +24,7 @@ from dpcompanion.huggingface.privacy import PersonalPrivacy
 from dpcompanion.huggingface.rows import collator_of, column_of
 from dpcompanion.training import DPSGDPlan, History, NormTracker, Performance, Track
 from dpcompanion.training.callbacks import promised, rounded_up
-from dpcompanion.training.checkpoints import key_file, read_checkpoint, read_keys
+from dpcompanion.training.checkpoints import key_file, note_seeds, read_checkpoint, read_keys
 from dpcompanion.training.collating import Reader
 from dpcompanion.training.loop import TAKEN_OVER, TrainingLoop
 from dpcompanion.training.people import PersonItems
@@ -372,6 +372,9 @@ class PersonalTrainer(Trainer):
         self._guard(optimizer)
         if self._found is not None:
             self._restore(self._found)
+        if self._loop.seed is not None and self.is_world_process_zero():
+            folder = pathlib.Path(str(self.args.output_dir))
+            note_seeds(folder / STATE, [(self._loop.seed, self._loop.data_digest)])
         return self._loop
 
     def _guard(self, optimizer):

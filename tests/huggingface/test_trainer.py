@@ -255,6 +255,18 @@ def test_a_finished_run_gets_no_second_ending_from_an_earlier_checkpoint(tmp_pat
     assert len(json.loads((tmp_path / "privacy.json").read_text())["finished_runs"]) == 1
 
 
+def test_a_seed_that_was_used_on_other_data_in_this_folder_is_warned_of(tmp_path):
+    rows = rows_of("bert")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for _ in range(2):
+            trainer_of(tmp_path, lora=True, rows=rows, max_steps=1).train()
+    changed = [dict(row) for row in rows]
+    changed[0] = changed[0] | {"labels": 1 - changed[0]["labels"]}
+    with pytest.warns(RuntimeWarning, match="seed 1 has been used on other data"):
+        trainer_of(tmp_path, lora=True, rows=changed, max_steps=1).train()
+
+
 def test_another_run_in_the_folder_of_a_finished_one_may_go_on(tmp_path):
     options = dict(lora=True, privacy={"seed": None}, **LONG)
     trainer_of(tmp_path, **options).train()
