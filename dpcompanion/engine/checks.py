@@ -153,6 +153,32 @@ def _changed_by(alone, together):
     return False
 
 
+def check_begins_here(module, args, kwargs):
+    """Before a pass in training: no trainable layer lies before the module, where its gradients
+    would be neither clipped nor noisy.
+    """
+    if not (module.training and torch.is_grad_enabled()):
+        return
+    own, seen = {id(p) for p in module.parameters()}, set()
+    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    waiting: list[Any] = [t.grad_fn for t in given if t.grad_fn is not None]
+    leaves = [t for t in given if t.grad_fn is None and t.requires_grad]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions if before is not None]
+            leaves += [node.variable] if hasattr(node, "variable") else []
+    outside = [p for p in leaves if isinstance(p, torch.nn.Parameter) and id(p) not in own]
+    if outside:
+        raise ValueError(
+            "module must be the whole of what is trained, but its inputs come from trainable "
+            f"parameters outside it, one of shape {tuple(outside[0].shape)}, whose gradients would "
+            "be neither clipped nor noisy: make one module of all layers, or compute the inputs "
+            "under torch.no_grad()"
+        )
+
+
 class StateLeakGuard:
     """Watches the forward passes of a module in training mode: no buffer and no parameter, frozen
     or trainable, may keep anything of its examples, for no step would hide it. Noise goes to

@@ -418,6 +418,24 @@ def test_a_module_that_keeps_statistics_of_its_examples_is_refused(kind):
             optimizer.step()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_that_is_trained_in_front_of_the_module_is_refused(mode):
+    """Its gradients were exact, and an optimizer of its own took them."""
+    outside, prompt = nn.Linear(4, 4), nn.Parameter(torch.zeros(4))
+    made = private(nn.Linear(4, 2), mode=mode)[1]
+    x = torch.ones(6, 4)
+    for inputs in (lambda: torch.relu(outside(x)), lambda: x + prompt):
+        with pytest.raises(ValueError, match="come from trainable parameters outside it, one of"):
+            made(inputs())
+        with torch.no_grad():
+            made(inputs())
+    outside.requires_grad_(False)
+    moved = torch.zeros(6, 4, requires_grad=True)  # as an adversarial example is made
+    made(outside(x) + moved)
+    made.eval()
+    made(x + prompt)
+
+
 @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
 def test_an_embedding_that_renorms_its_rows_is_refused(layer):
     """The rows of the words that are in a batch would say so, without noise."""
