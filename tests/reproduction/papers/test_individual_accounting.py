@@ -200,10 +200,10 @@ def test_the_two_layer_cnn_is_that_of_mnist_for_images_of_another_size():
             pytest.param(task, shape, marks=pytest.mark.slow)
             for task, shape in (
                 (ia.MNIST, (1, 28, 28)),
-                (ia.CIFAR10, (3, 32, 32)),
-                (ia.UTKFACE_GENDER, (3, 64, 64)),
+                (ia.CIFAR10, (3, 8, 8)),
+                (ia.UTKFACE_GENDER, (3, 16, 16)),
                 (dataclasses.replace(ia.CIFAR10, model="two-layer-cnn"), (3, 32, 32)),
-                (dataclasses.replace(ia.CIFAR10_RESNET, loss="hinge"), (3, 32, 32)),
+                (dataclasses.replace(ia.CIFAR10_RESNET, loss="hinge"), (3, 8, 8)),
             )
         ),
     ],
