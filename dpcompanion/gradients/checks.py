@@ -92,11 +92,18 @@ def check_model(model):
 
     Raises:
         ValueError: naming the layer, for batch norm and for instance norm with running statistics
-            in training mode, and for a model in `torch.nn.parallel.DistributedDataParallel` and the
-            like.
+            in training mode, for lazy layers before their first batch, and for a model in
+            `torch.nn.parallel.DistributedDataParallel` and the like.
     """
     check_alone(model)
     for name, module in model.named_modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(map(torch.nn.parameter.is_lazy, own)):
+            raise ValueError(
+                f"model must have all its parameters, but those of {name or 'model'!r} (a "
+                f"{type(module).__name__}) are made by its first batch: call the model once with "
+                "inputs of the right shape that are nobody's, such as zeros"
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
                 f"model must be plain Python, but layer {name or 'model'!r} is a "

@@ -393,6 +393,13 @@ def test_layers_that_mix_examples_are_refused_by_name(layer):
     refused("mixer", checks.check_model, model)
 
 
+def test_a_layer_that_has_no_parameters_yet_is_refused_with_what_to_do():
+    model, x = nn.Sequential(nn.Linear(2, 3), nn.LazyLinear(2)), torch.ones(1, 2)
+    refused(r"those of '1' \(a LazyLinear\) are made by its first batch", checks.check_model, model)
+    model(x)
+    checks.check_model(model)
+
+
 def test_instance_norm_without_statistics_is_allowed():
     checks.check_model(nn.Sequential(nn.Linear(2, 2), nn.InstanceNorm1d(3)))
 
