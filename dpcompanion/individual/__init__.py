@@ -45,7 +45,7 @@ grow with n.
 >>> accountant = IndividualAccountant(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=0.5)
 >>> accountant.record([0.5, 0.2, 0.0], steps=1000)
 >>> accountant.epsilon(1e-5)
-tensor([1.8282, 0.4717, 0.0000], dtype=torch.float64)
+tensor([1.8282, 0.4719, 0.0000], dtype=torch.float64)
 """
 
 from dpcompanion.individual.accountant import IndividualAccountant

@@ -211,7 +211,7 @@ class IndividualAccountant(NormHistory):
         >>> accountant.record([0.5, 0.2], steps=torch.tensor([600, 1000]), examples=[0, 1])
         >>> accountant.record([0.5, 0.0], steps=torch.tensor([400, 1000]), examples=[0, 2])
         >>> accountant.epsilon(1e-5)
-        tensor([1.8282, 0.4717, 0.0000], dtype=torch.float64)
+        tensor([1.8282, 0.4719, 0.0000], dtype=torch.float64)
         """
         examples = None if examples is None else self._indices(examples)
         count = self.n if examples is None else examples.numel()
@@ -273,7 +273,7 @@ class IndividualAccountant(NormHistory):
         ...     [0.5, 0.5], steps=torch.tensor([1000, 400])
         ... )  # the second left after 400 steps
         >>> accountant.epsilon(1e-5, unequal_steps=True)
-        tensor([1.8282, 1.2042], dtype=torch.float64)
+        tensor([1.8282, 1.2044], dtype=torch.float64)
         """
         delta = _checks.number("delta", delta, 0, 1, closed="neither")
         self._check_steps("epsilon(delta, unequal_steps=True)", unequal_steps)
@@ -364,7 +364,7 @@ class IndividualAccountant(NormHistory):
         >>> accountant.record([1.0], steps=25, examples=[0])  # sampled in 25 of 500 steps
         >>> accountant.record([0.3], steps=31, examples=[1])
         >>> accountant.estimate_from_sampled(1e-5, steps=500)
-        tensor([7.5237, 1.3452], dtype=torch.float64)
+        tensor([7.5237, 1.3453], dtype=torch.float64)
         """
         _checks.number("delta", delta, 0, 1, closed="neither")
         steps = _checks.whole_number("steps", steps, 1, MOST)
