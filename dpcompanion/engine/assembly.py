@@ -9,7 +9,7 @@ import functools
 import torch
 from opacus.validators.errors import UnsupportedModuleError
 
-from dpcompanion.engine.checks import StateLeakGuard, check_begins_here
+from dpcompanion.engine.checks import StateLeakGuard
 from dpcompanion.engine.criterion import PerExampleCriterion
 from dpcompanion.engine.ghost import GhostOptimizer
 from dpcompanion.engine.layers import ForEachExample, check_packed, mend
@@ -134,9 +134,7 @@ def assemble(
     engine.accountant.budgets, engine.accountant.origin = budgets, origin
     engine.accountant.draws_are_seeded = data_loader.generator is not None
     engine.accountant.trusts_loss = settings.trust_loss
-    watched = module if is_sharded(original) else original
-    watched.register_forward_pre_hook(check_begins_here, with_kwargs=True)
-    guard = StateLeakGuard(watched)
+    guard = StateLeakGuard(module if is_sharded(original) else original)
     optimizer.follow(draws, noted, engine.accountant, proof, module, watch, guard)
     optimizer.choice = choice
     optimizer.shares = None if shares is None else [shares[p] for p in optimizer.params]

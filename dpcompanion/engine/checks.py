@@ -153,7 +153,7 @@ def _changed_by(alone, together):
     return False
 
 
-def check_begins_here(module, args, kwargs):
+def _check_begins_here(module, args, kwargs):
     """Before a pass in training: no trainable layer lies before the module, where its gradients
     would be neither clipped nor noisy.
     """
@@ -182,7 +182,8 @@ def check_begins_here(module, args, kwargs):
 class StateLeakGuard:
     """Watches the forward passes of a module in training mode: no buffer and no parameter, frozen
     or trainable, may keep anything of its examples, for no step would hide it. Noise goes to
-    gradients alone, and what a forward pass writes into a weight is there without it.
+    gradients alone, and what a forward pass writes into a weight is there without it. Nor may what
+    goes in come from trainable parameters outside.
 
     Buffers are compared by value in every pass, parameters by version and place, and in passes 1,
     2, 4, 8, ... by value too. On a device `spoilt` says whether a buffer has changed, and nobody
@@ -197,6 +198,7 @@ class StateLeakGuard:
         self.spoilt: Any = False
         # as they were in the pass before; whether it was said that one changed
         self._buffers, self._said = {}, False
+        module.register_forward_pre_hook(_check_begins_here, with_kwargs=True)
         module.register_forward_pre_hook(self._note)
         module.register_forward_hook(self._compare)
 
