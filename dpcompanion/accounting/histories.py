@@ -102,9 +102,6 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta, steps
             f"counts must have shape (n, {len(levels)}), one column for each noise multiplier, "
             f"got {tuple(counts.shape)}"
         )
-    if sample_rate == 1:
-        return _without_sampling(counts, levels, delta)
-    epsilon = torch.zeros(len(counts), dtype=torch.float64)
     longest = float(total_steps(counts).max()) if counts.numel() else 0.0
     if steps is not None:
         steps = _checks.whole_number("steps", steps, 0)
@@ -112,6 +109,9 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta, steps
             raise ValueError(
                 f"steps must be at least those of the longest history, {longest:.0f}, got {steps}"
             )
+    if sample_rate == 1:
+        return _without_sampling(counts, levels, delta)
+    epsilon = torch.zeros(len(counts), dtype=torch.float64)
     if not longest:
         return epsilon
     log_capped = LOG_CAPPED + math.log(delta) - math.log(steps or longest)

@@ -475,9 +475,9 @@ class Ledger:
         a filter, counts as what was promised.
 
         About 0.1% above the exact value; seconds for tens of thousands of people. With accounts a
-        person's epsilon is a function of their own, as is needed where it is released
-        (`dpcompanion.release`), up to the rounding errors of floats, if what all may spend was
-        promised as steps.
+        person's epsilon is a function of their own, up to the rounding errors of floats, as is
+        needed where it is released (`dpcompanion.release`): where norms were rounded, and beside
+        items that count their steps (a filter does not, whose caps follow the longest account).
 
         Raises:
             ValueError: a delta outside (0, 1), or a ledger that distinguishes no people.

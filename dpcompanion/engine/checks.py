@@ -154,10 +154,10 @@ def _changed_by(alone, together):
 
 
 def _check_begins_here(module, args, kwargs):
-    """Before a pass in training: no trainable layer lies before the module, where its gradients
-    would be neither clipped nor noisy.
+    """Before a pass that gradients flow through, in whatever mode: no trainable layer lies before
+    the module, where its gradients would be neither clipped nor noisy.
     """
-    if not (module.training and torch.is_grad_enabled()):
+    if not torch.is_grad_enabled():
         return
     own, seen = {id(p) for p in module.parameters()}, set()
     given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

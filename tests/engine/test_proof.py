@@ -425,15 +425,16 @@ def test_a_layer_that_is_trained_in_front_of_the_module_is_refused(mode):
     made = private(nn.Linear(4, 2), mode=mode)[1]
     x = torch.ones(6, 4)
     for inputs in (lambda: torch.relu(outside(x)), lambda: x + prompt):
-        with pytest.raises(ValueError, match="come from trainable parameters outside it, one of"):
-            made(inputs())
-        with torch.no_grad():
-            made(inputs())
+        for training in (True, False):  # as where layers are trained in evaluation mode
+            made.train(training)
+            with pytest.raises(ValueError, match="come from trainable parameters outside it, one"):
+                made(inputs())
+            with torch.no_grad():
+                made(inputs())
+    made.train()
     outside.requires_grad_(False)
     moved = torch.zeros(6, 4, requires_grad=True)  # as an adversarial example is made
     made(outside(x) + moved)
-    made.eval()
-    made(x + prompt)
 
 
 @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
