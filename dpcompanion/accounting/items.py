@@ -292,6 +292,10 @@ class PersonalCosts:
             ) from None
 
 
+# What JSON holds of an entry as it is.
+_PLAIN = ("label", "people", "relation", "unit", "key_fingerprint")
+
+
 @dataclasses.dataclass(frozen=True)
 class LedgerEntry:
     """One thing that was done with people's data; the module's text says what is what.
@@ -306,10 +310,14 @@ class LedgerEntry:
             `account`; None for all of them. Others pay nothing.
         relation: "add-remove" or "zero-out", what it means that an example takes part or not.
         unit: what one example is, in the singular.
+        key_fingerprint: a name of the key under which batches and noise were drawn, such as
+            `SecureStream.fingerprint`; None where it is not known. Entries of one key are not
+            independent, and a ledger takes one of them.
 
     Raises:
-        ValueError: numbers of people that differ, people that come twice, or another relation: what
-            is known of one example that replaces another alone does not compose with the rest.
+        ValueError: numbers of people that differ, people that come twice, a fingerprint that is no
+            text, or another relation: what is known of one example that replaces another alone does
+            not compose with the rest.
 
     >>> LedgerEntry(SampledGaussian(0.01, 1.0, 500), people=[0, 2]).size
     2
@@ -322,6 +330,7 @@ class LedgerEntry:
     people: tuple[int, ...] | None = None
     relation: str = "add-remove"
     unit: str = "example"
+    key_fingerprint: str | None = None
 
     def __post_init__(self):
         if not isinstance(self.item, Item):
@@ -330,6 +339,8 @@ class LedgerEntry:
         _checks.unit("unit", self.unit)
         if self.label is not None and not isinstance(self.label, str):
             raise ValueError(f"label must be a text, got {self.label!r}")
+        if self.key_fingerprint is not None and not isinstance(self.key_fingerprint, str):
+            raise ValueError(f"key_fingerprint must be a text, got {self.key_fingerprint!r:.80}")
         if self.people is not None:
             indices = torch.as_tensor(_checks.unlabelled(self.people))
             if not indices.numel():  # of nobody: an empty list says nothing of a type
@@ -387,7 +398,7 @@ class LedgerEntry:
         found = to_dict(self.item)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in ("label", "people", "relation", "unit") and value != field.default:
+            if field.name in _PLAIN and value != field.default:
                 found[field.name] = value
         for name in ("promised", "account"):
             costs = getattr(self, name)
@@ -401,9 +412,7 @@ class LedgerEntry:
         if not isinstance(held, dict):
             raise ValueError(f"source must hold a list of items, got {held!r:.80}")
         held = dict(held)
-        own = {
-            name: held.pop(name) for name in ("label", "people", "relation", "unit") if name in held
-        }
+        own = {name: held.pop(name) for name in _PLAIN if name in held}
         promised, account = (
             None if costs is None else PersonalCosts.from_json(costs)
             for costs in (held.pop("promised", None), held.pop("account", None))

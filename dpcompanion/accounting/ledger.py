@@ -17,7 +17,9 @@ epsilon is an upper bound that the sum of the items' epsilons, or RDP, exceed by
 2.005
 
 Composition is adaptive: what is done next may depend on what came out before. The parameters in the
-ledger may not; where they do, take a filter (`dpcompanion.filters`).
+ledger may not; where they do, take a filter (`dpcompanion.filters`). And noise is drawn anew each
+time: two runs of one seed have the same, which cancels in the difference of their models, and a
+ledger that is given both histories refuses the second.
 
 >>> ledger = ledger.add(Gaussian(20.0), label="histogram").add(Guarantee(0.1, 0.0), label="survey")
 >>> f"{ledger.epsilon(1e-5):.3f}"
@@ -206,8 +208,9 @@ class Ledger:
                 order; None for all of them.
 
         Raises:
-            ValueError: something else, a delta that is missing or not asked for, or items of
-                different people.
+            ValueError: something else, a delta that is missing or not asked for, items of different
+                people, or a run that drew its noise under the key of another, as two of one seed
+                do: the noise cancels in the difference of their models.
 
         >>> ledger = Ledger().add(Gaussian(10.0)).add(Laplace(5.0), people=[0, 2])
         >>> ledger.n, [round(value, 2) for value in ledger.epsilons(1e-5).tolist()]
@@ -241,7 +244,25 @@ class Ledger:
         last = max((max(entry.people) for entry in found._entries if entry.people), default=-1)
         if sizes and last >= min(sizes):
             raise ValueError(f"people must lie in [0, {min(sizes)}), got {last}")
+        found._check_independent()
         return found
+
+    def _check_independent(self):
+        """No two entries drew their noise under one key."""
+        seen: dict[str, int] = {}
+        for place, entry in enumerate(self._entries):
+            if (key := entry.key_fingerprint) is None:
+                continue
+            if key in seen:
+                first = self._entries[seen[key]].label or f"item {seen[key]}"
+                raise ValueError(
+                    "item must have drawn its batches and its noise under a key of its own, but "
+                    f"{entry.label or f'item {place}'} shares that of {first}, as two runs of one "
+                    "seed do, or two endings of one checkpoint: their costs do not add up, since "
+                    "the noise of both cancels in the difference of their models; give each run "
+                    "another seed, or none, and of one run add the last history alone"
+                )
+            seen[key] = place
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ledger) and (self.relation, self._entries) == (

@@ -1,5 +1,6 @@
 """Steps that were taken; Opacus's checkpoints save and load them, with all it takes to go on."""
 
+import dataclasses
 import math
 import warnings
 from typing import Any
@@ -9,6 +10,7 @@ from opacus.accountants.accountant import IAccountant
 
 from dpcompanion import _checks
 from dpcompanion.engine.randomness import restore
+from dpcompanion.mechanism.secure import SecureStream
 
 
 class Accountant(IAccountant):
@@ -96,7 +98,11 @@ class Accountant(IAccountant):
                 "the engine must have added the noise that was accounted for, but added less: no "
                 "epsilon holds"
             )
-        return budgets.ledger_entry(self.steps, delta)
+        stream = self.generators().get("sampling")
+        return dataclasses.replace(
+            budgets.ledger_entry(self.steps, delta),
+            key_fingerprint=stream.fingerprint if isinstance(stream, SecureStream) else None,
+        )
 
     def get_epsilons(self, delta):
         delta = _checks.number("delta", delta, 0, 1, closed="neither")

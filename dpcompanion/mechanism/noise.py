@@ -13,10 +13,10 @@ With a seed they are hashed from it, so that a run can be repeated: for research
 seed counts, and it may have up to 1024; but anyone who knows or guesses it can subtract the noise.
 Two runs of one seed share their batches and their noise, so that the difference of two models from
 neighbouring data is the example's gradients, without noise: what experiments want, and what no two
-released models may have. Runs with checkpoints in one folder warn of it. Draws are made on the CPU,
-so that a run on a GPU takes the same batches and the same noise. Those of a `generator_device` are
-for speed: CUDA's own generator has a key of 64 bits, hashed from the seed too, and floats for
-coins.
+released models may have. Runs with checkpoints in one folder warn of it, and a ledger refuses to
+add up two runs of one seed. Draws are made on the CPU, so that a run on a GPU takes the same
+batches and the same noise. Those of a `generator_device` are for speed: CUDA's own generator has a
+key of 64 bits, hashed from the seed too, and floats for coins.
 """
 
 from collections.abc import Sequence
@@ -57,6 +57,17 @@ def generators(seed: int | None, device: str | torch.device = "cpu") -> dict[str
     if device.type == "cpu":
         return {name: SecureStream(key) for name, key in keys.items()}
     return {name: keyed_generator(key, device) for name, key in keys.items()}
+
+
+def fingerprint(seed: int | None, streams: dict[str, Any]) -> str:
+    """A name of the key that a run with these streams of `generators` draws its batches under: two
+    runs of one name share them, and those of one seed their noise, too.
+
+    >>> fingerprint(7, generators(7)) == fingerprint(None, generators(7))
+    True
+    """
+    streams = streams if seed is None else generators(seed)  # CUDA's hold no key
+    return streams["sampling"].fingerprint
 
 
 def gaussian_noise(

@@ -156,6 +156,16 @@ class SecureStream:
         self._own()
         return self._key
 
+    @property
+    def fingerprint(self):
+        """A name of the key, 128 bits of its hash, from which the key cannot be found unless it
+        came from a seed that can be guessed.
+
+        >>> SecureStream(bytes(32)).fingerprint == SecureStream(bytes(32)).fingerprint
+        True
+        """
+        return hashlib.sha256(b"dpcompanion fingerprint\0" + self.key).hexdigest()[:32]
+
     def _own(self):
         """After a fork, a new key: what the parent draws must not be drawn here."""
         if self._process != _here():

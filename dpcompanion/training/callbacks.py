@@ -52,6 +52,9 @@ class History:
         plan: the run's.
         steps: how many were taken.
         tracker: the `NormTracker` that `track=` or `filter=` of `train` made, or None.
+        key_fingerprint: a name of the key that batches and noise were drawn under
+            (`SecureStream.fingerprint`), by which a ledger tells runs of one seed; None before the
+            first step.
     """
 
     losses: torch.Tensor
@@ -62,6 +65,7 @@ class History:
     guarantee: str = ""
     precision: str = ""
     stopped: bool = False
+    key_fingerprint: str | None = None
     # What a checkpoint holds elsewhere (`saved`).
     plan: DPSGDPlan | None = None
     steps: int = 0
@@ -157,14 +161,22 @@ class History:
         """
         plan, tracker = self._own_plan(), self.tracker
         if tracker is None or not tracker.exact or not self.steps:
-            return plan.ledger_entry(delta)
+            return dataclasses.replace(
+                plan.ledger_entry(delta), key_fingerprint=self.key_fingerprint
+            )
         # An account that keeps no norms, or one of the user's own, is left out: what was promised
         # counts then.
         known = getattr(tracker.accountant, "keeps_norms", False)
         account = tracker.ledger_entry().account if known else None
         filtered = tracker.budget is not None and delta is not None
         promise = entry_of(tracker.budget, delta) if filtered else plan.ledger_entry(delta)
-        return dataclasses.replace(promise, account=account, relation=plan.relation, unit=plan.unit)
+        return dataclasses.replace(
+            promise,
+            account=account,
+            relation=plan.relation,
+            unit=plan.unit,
+            key_fingerprint=self.key_fingerprint,
+        )
 
     def statement(self) -> str:
         """What the run guarantees, in words: relation, sampler, constants, the steps that were

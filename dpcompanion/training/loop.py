@@ -480,6 +480,8 @@ class TrainingLoop:
 
     def step(self):
         run, plan = self.run, self.plan
+        if run.history.key_fingerprint is None:  # from here on all ranks have the keys of the run
+            run.history.key_fingerprint = noise.fingerprint(self.seed, self.generators)
         with self._own_randomness("tracking"):
             lower = [tracker.before_step() for tracker in self.trackers]
         drawn = self.sampler.draw().cpu()
@@ -744,9 +746,11 @@ class TrainingLoop:
             self.generators[name].set_state(state)
         for name, state in content["stateful"].items():
             self.stateful[name].load_state_dict(state)
-        run = self.run
+        run, held = self.run, content["history"]
         known = {"plan": run.plan, "steps": content["step"], "tracker": run.history.tracker}
-        run.step, run.history = content["step"], History(**content["history"], **known)
+        if not _has_ended(content, run.plan):  # the next step is drawn under the keys that are here
+            known["key_fingerprint"] = None
+        run.step, run.history = content["step"], History(**held | known)
         run.history.losses = run.history.losses.to(self.device)
         run.history.batch_sizes = run.history.batch_sizes.to(self.device)
         self.dropped.fill_(run.history.dropped)
@@ -779,13 +783,18 @@ class TrainingLoop:
                 f"stateful must name {sorted(theirs)} as the checkpoint does, got {sorted(ours)}"
             )
         run = self.run
-        ended = content["step"] == run.plan.steps or content["history"].get("stopped", False)
+        ended = _has_ended(content, run.plan)
         if self.seed is None and not ended and self.ranks.first:  # a finished run draws no more
             found = read_keys(key_file(path), self.generators)
             self.forward_seed = self.forward_seed if found is None else found
         run.model.load_state_dict(content["model"])
         run.optimizer.load_state_dict(content["optimizer"])
         self.take_over(content)
+
+
+def _has_ended(content, plan):
+    """Whether the checkpoint is of a run that takes no further step."""
+    return content["step"] == plan.steps or content["history"].get("stopped", False)
 
 
 def _numbers_of(defaults):

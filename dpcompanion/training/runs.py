@@ -274,6 +274,7 @@ class Ensemble:
             dropped=int(self.dropped[run]),
             epochs=[dict(epoch) for epoch in self.epochs if epoch["step"] <= taken],
             seed=self.seeds[run],
+            key_fingerprint=noise.fingerprint(self.seeds[run], self._generators[run]),
             guarantee=plan.statement(steps=taken),
             precision=self.precision or str(self.vectors.dtype).removeprefix("torch."),
             stopped=int(self._ends[run]) < self.steps,

@@ -438,6 +438,19 @@ def test_what_is_wrong_is_refused_by_name(wrong, name):
         wrong()
 
 
+def test_entries_of_one_key_are_refused_and_the_name_of_a_key_comes_back_from_json():
+    run = SampledGaussian(0.01, 1.0, 500)
+    one, other = (LedgerEntry(run, key_fingerprint=name) for name in ("one", "other"))
+    ledger = Ledger([one, run, other, run], relation="replace")
+    assert Ledger.from_json(ledger.to_json()) == ledger != Ledger([run] * 4, relation="replace")
+    for item in (one, ledger, one.named("again"), one.among([0, 2])):
+        with pytest.raises(ValueError, match="key of its own"):
+            ledger.add(item)
+    assert ledger.epsilon(1e-5) == Ledger([run] * 4, relation="replace").epsilon(1e-5)
+    with pytest.raises(ValueError, match="key_fingerprint must be a text, got 3"):
+        LedgerEntry(run, key_fingerprint=3)
+
+
 def test_what_is_not_as_usual_shows_in_the_ledger_itself():
     entry = LedgerEntry(Gaussian(20.0), relation="zero-out", unit="patient")
     ledger = Ledger([SampledGaussian(0.01, 1.0, 500), entry])

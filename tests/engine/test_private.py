@@ -23,9 +23,10 @@ from torch.utils.data import (
 )
 
 from dpcompanion import idp
-from dpcompanion.accounting import Ledger, compute_epsilon
+from dpcompanion.accounting import Gaussian, Ledger, LedgerEntry, compute_epsilon
 from dpcompanion.attacks import epsilon_lower_bound
 from dpcompanion.idp import IndividualizedPrivacyEngine, budgets_for
+from dpcompanion.mechanism.noise import fingerprint, generators
 from dpcompanion.training.checkpoints import write_checkpoint
 
 from ..refusals import refused, refuses
@@ -775,6 +776,33 @@ def test_a_ledger_takes_the_engine_with_all_of_its_planned_steps(method):
     assert ledger.neighbours == "zero-out" and ledger.units == ("example",)
     with pytest.raises(ValueError, match="no budgets"):
         Ledger().add(IndividualizedPrivacyEngine())
+
+
+def test_a_ledger_takes_one_run_of_a_seed():
+    def entry(seed=None):
+        engine, model = IndividualizedPrivacyEngine(), nn.Linear(4, 3)
+        engine.make_private_with_budgets(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(data(), batch_size=15),
+            target_epsilons=BUDGETS,
+            target_delta=DELTA,
+            epochs=2,
+            max_grad_norm=0.5,
+            method="scale",
+            seed=seed,
+        )
+        return engine.ledger_entry()
+
+    ledger = Ledger([entry(1), entry(2), entry(), entry()])
+    with pytest.raises(
+        ValueError, match="under a key of its own, but item 4 shares that of item 1"
+    ):
+        ledger.add(entry(2))
+    # `train` draws from the same streams.
+    name = fingerprint(1, generators(1))
+    with pytest.raises(ValueError, match="item 4 shares that of item 0"):
+        ledger.add(LedgerEntry(Gaussian(1.0), key_fingerprint=name))
 
 
 def test_only_a_seeded_run_says_that_its_noise_can_be_subtracted():

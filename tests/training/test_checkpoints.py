@@ -5,6 +5,7 @@ they stopped.
 import contextlib
 import itertools
 import os
+import shutil
 import stat
 import warnings
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from dpcompanion.accounting import Ledger
 from dpcompanion.mechanism import secure
 from dpcompanion.training import (
     Callbacks,
@@ -93,6 +95,47 @@ def test_two_runs_without_a_seed_have_nothing_in_common():
     (first, history), (second, _) = run(), run()
     assert history.seed is None and not torch.equal(first, second)
     assert run(seed=3)[1].seed == 3
+
+
+def test_a_ledger_refuses_two_runs_that_share_their_noise(tmp_path):
+    """The noise of two runs of one seed cancels in the difference of their models, whatever else
+    differs.
+    """
+    histories = [run(seed=3)[1], run()[1], run()[1], run(seed=4)[1]]
+    ledger = Ledger()
+    for history in histories:
+        ledger = ledger.add(history, label=f"seed {history.seed}")
+    again = run(seed=3, optimizer=torch.optim.Adam)[1]
+    refused("item 4 shares that of seed 3", ledger.add, again)
+    refused("item 1 shares that of item 0", Ledger, [again, histories[0]])
+    refused("second shares", ledger.add, Ledger().add(again, label="second"))
+    refused("item 4", Ledger.from_json(ledger.to_json()).add, again)
+    runs = train_ensemble(
+        models.linear(5, 3, seed=0).double(),
+        cross_entropy,
+        data(),
+        plan(),
+        seeds=[3, 5],
+        learning_rate=0.1,
+        progress=False,
+    )
+    refused("seed 3", ledger.add, runs.history(0))
+    assert len(ledger.add(runs.history(1))) == 5
+
+
+def test_a_ledger_tells_endings_of_one_checkpoint_from_runs_with_new_keys(tmp_path):
+    path, copied, lost = (tmp_path / f"{name}.pt" for name in ("run", "copied", "lost"))
+    with pytest.raises(InterruptedError):
+        run(stop_at=7, path=path, every=3)
+    for end in ("", ".key"):
+        shutil.copy(f"{path}{end}", f"{copied}{end}")
+    shutil.copy(path, lost)
+    ledger = Ledger().add(run(path=path)[1])
+    refused("two endings of one checkpoint", ledger.add, run(path=copied)[1])
+    with pytest.warns(UserWarning, match="has finished"):
+        refused("two endings of one checkpoint", ledger.add, run(path=path)[1])
+    with pytest.warns(RuntimeWarning, match="add both up"):
+        assert len(ledger.add(run(path=lost)[1])) == 2
 
 
 def test_a_run_that_was_cut_off_ends_where_an_unbroken_one_ends(known_entropy, tmp_path):
