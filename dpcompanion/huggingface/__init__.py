@@ -29,8 +29,9 @@ noise is added, and the optimizer sees the noisy mean.
   float16 is refused, for its scaler looks at the gradients before the noise.
 * A checkpoint holds draws, accounts and keys besides; a run that goes on from it ends where it
   would have ended. Without a seed the keys of the noise are in the file `privacy.pt.key` of a
-  checkpoint: a reader of it while the run lasts can subtract the noise. So checkpoints are not
-  pushed to the hub (``hub_strategy="checkpoint"`` is refused).
+  checkpoint, until `train` returns: a reader of it can subtract the noise. So checkpoints are not
+  pushed to the hub (``hub_strategy="checkpoint"`` is refused). A run that was stopped goes on from
+  a checkpoint with new keys, and a warning, since two endings cost more than one.
 * A run that ends early, or keeps its best checkpoint, was decided by what its models showed. So its
   epsilon is that of all planned steps, which statement and card name beside that of the steps that
   were taken.

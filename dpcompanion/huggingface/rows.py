@@ -48,14 +48,11 @@ def collator_of(
     Args:
         collate: the collator.
         private: the columns.
-        model: an encoder with a decoder, whose inputs are made of the labels where there are none,
-            as the model itself would; None or any other model for none.
+        model: as in `with_decoder_inputs`.
 
     Raises:
         ValueError: when called, for items that are no mappings and batches without labels.
     """
-    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    shift = shift if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else None
 
     def collated(items):
         if not all(isinstance(item, Mapping) for item in items):
@@ -69,8 +66,26 @@ def collator_of(
             raise ValueError(
                 f"train_dataset must have 'labels', got {', '.join(map(str, sorted(batch)))}"
             )
-        if shift is not None and "decoder_input_ids" not in batch:
-            batch["decoder_input_ids"] = shift(labels=batch["labels"]).cpu()
-        return batch
+        return with_decoder_inputs(batch, model)
 
     return collated
+
+
+def with_decoder_inputs(batch: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """A batch with the decoder's inputs: made of the labels where there are none, as the model
+    itself would.
+
+    Args:
+        batch: with "labels".
+        model: an encoder with a decoder; None or any other model for none.
+    """
+    own = model.get_base_model() if hasattr(model, "get_base_model") else model
+    shift = getattr(own, "prepare_decoder_input_ids_from_labels", None)
+    if (
+        shift is None
+        or "decoder_input_ids" in batch
+        or not getattr(getattr(own, "config", None), "is_encoder_decoder", False)
+    ):
+        return dict(batch)
+    labels = batch["labels"]
+    return {**batch, "decoder_input_ids": shift(labels=labels).to(labels.device)}

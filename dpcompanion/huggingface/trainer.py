@@ -8,6 +8,7 @@ import os
 import pathlib
 import secrets
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,11 +22,11 @@ from dpcompanion.accounting import LedgerEntry
 from dpcompanion.gradients.checks import check_alone
 from dpcompanion.huggingface.losses import per_example_loss
 from dpcompanion.huggingface.privacy import PersonalPrivacy
-from dpcompanion.huggingface.rows import collator_of, column_of
+from dpcompanion.huggingface.rows import collator_of, column_of, with_decoder_inputs
 from dpcompanion.training import DPSGDPlan, History, NormTracker, Performance, Track
 from dpcompanion.training.callbacks import promised, rounded_up
 from dpcompanion.training.checkpoints import key_file, note_seeds, read_checkpoint, read_keys
-from dpcompanion.training.collating import Reader
+from dpcompanion.training.collating import Reader, call
 from dpcompanion.training.loop import TAKEN_OVER, TrainingLoop
 from dpcompanion.training.people import PersonItems
 
@@ -36,7 +37,12 @@ STATE = "privacy.pt"
 CARD = "privacy.json"
 
 # What the Trainer's own loop is told: it takes one step for each draw, and neither clips nor casts.
-_OWN_LOOP = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0, "bf16": False}
+_OWN_LOOP = {
+    "gradient_accumulation_steps": 1,
+    "max_grad_norm": 0.0,
+    "bf16": False,
+    "mixed_precision": "no",
+}
 
 # Arguments of the Trainer that would void the account or that no step of ours takes.
 _REFUSED = {
@@ -51,6 +57,8 @@ _REFUSED = {
     "label_smoothing_factor": "give PersonalPrivacy a loss of your own",
     "neftune_noise_alpha": "it would hook the embedding after the proof",
     "use_liger_kernel": "layers are looked at one by one",
+    "enable_jit_checkpoint": "it saves between a draw and its step, from where no run can go on; "
+    "use save_steps",
 }
 
 
@@ -77,15 +85,21 @@ def _check(args, train_dataset, privacy, options):
     for name, why in _REFUSED.items():
         if getattr(args, name, None):
             raise ValueError(f"args.{name} must be off, got {getattr(args, name)!r}: {why}")
+    if args.mixed_precision not in ("no", "bf16"):  # which `accelerate launch` says, too
+        raise ValueError(
+            f"args.mixed_precision must be 'no' or 'bf16', got {args.mixed_precision!r}: "
+            f"{_REFUSED['fp16']}"
+        )
     if args.world_size > 1 or args.n_gpu > 1:
         raise ValueError(
             f"args must be for one process on one device, got {args.world_size} processes and "
             f"{args.n_gpu} devices"
         )
-    if args.push_to_hub and "checkpoint" in str(args.hub_strategy):
+    strategy = getattr(args.hub_strategy, "value", args.hub_strategy)
+    if args.push_to_hub and "checkpoint" in strategy:
         raise ValueError(
-            f"args.hub_strategy must push no checkpoints, got {args.hub_strategy}: they hold the "
-            "key of the noise"
+            f"args.hub_strategy must push no checkpoints, got {strategy!r}: they hold the key of "
+            "the noise"
         )
     if options.get("compute_loss_func") is not None:
         raise ValueError(
@@ -102,13 +116,27 @@ def _check(args, train_dataset, privacy, options):
         )
 
 
+def _noted(folder):
+    """The card in a folder, {} where there is none."""
+    try:
+        found = json.loads((folder / CARD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _note(folder, card):
+    _files.replace(folder / CARD, (json.dumps(card, indent=1) + "\n").encode())
+
+
 def _finished_runs(folder):
     """The names of runs that have finished, as the card in a folder notes them."""
-    try:
-        known = json.loads((folder / CARD).read_text(encoding="utf-8"))["finished_runs"]
-        return [str(name) for name in known]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+    known = _noted(folder).get("finished_runs")
+    return [str(name) for name in known] if isinstance(known, list) else []
+
+
+def _without_labels(batch):
+    return {name: part for name, part in batch.items() if name != "labels"}
 
 
 class PersonalTrainer(Trainer):
@@ -179,10 +207,10 @@ class PersonalTrainer(Trainer):
         privacy: PersonalPrivacy,
         **options: Any,
     ):
-        if (own := type(self).compute_loss) is not Trainer.compute_loss:
+        if (own := type(self).compute_loss) is not PersonalTrainer.compute_loss:
             raise ValueError(
-                f"compute_loss must be that of transformers.Trainer, got {own.__qualname__}, which "
-                "no step would call: give PersonalPrivacy(loss=...) a loss of each example's own, "
+                f"compute_loss must be that of PersonalTrainer, got {own.__qualname__}, which no "
+                "step would call: give PersonalPrivacy(loss=...) a loss of each example's own, "
                 "(outputs, batch) -> (n,)"
             )
         args = TrainingArguments("tmp_trainer") if args is None else args
@@ -197,7 +225,7 @@ class PersonalTrainer(Trainer):
         self._run_name = secrets.token_hex(8)
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self._max_grad_norm = args.max_grad_norm
-        self._precision = "bf16" if args.bf16 else None
+        self._precision = "bf16" if args.mixed_precision == "bf16" else None
         self._given = {name: getattr(args, name) for name in _OWN_LOOP}
         args = copy.copy(args)
         vars(args).update(_OWN_LOOP)
@@ -208,11 +236,10 @@ class PersonalTrainer(Trainer):
         if isinstance(people, str):
             people = column_of(train_dataset, people)
         self._loss = per_example_loss(self.model) if privacy.loss is None else privacy.loss
-        given: Any = self.model
         collate = collator_of(
             self._get_collator_with_removed_columns(self.data_collator, description="training"),
             private=columns,
-            model=given.get_base_model() if hasattr(given, "get_base_model") else given,
+            model=self.model,
         )
         self._rows = PersonItems(
             Reader(train_dataset, collate, "data_collator"),
@@ -293,14 +320,54 @@ class PersonalTrainer(Trainer):
                 "the plans up (dpcompanion.accounting.Ledger)"
             )
         found = super().train(*arguments, **options)
+        if self._loop is None and self._found is not None:
+            warnings.warn(
+                f"{os.path.dirname(self._found)!r} is a checkpoint of a run that has finished: its "
+                "model is loaded, and no step is taken",
+                stacklevel=2,
+            )
+            self._begin()
         if self.is_world_process_zero():
             self._write_card()
-        if self.taken == self.plan.steps:
-            for key in pathlib.Path(str(self.args.output_dir)).glob(
-                f"checkpoint-*/{key_file(STATE)}"
-            ):
-                key.unlink(missing_ok=True)
+            for folder in self._folders():
+                self._close(folder)
         return found
+
+    def _close(self, folder):
+        """Whatever ended the run, its keys go; and no finished run gets a second ending."""
+        own = [self._run_name] if self.taken == self.plan.steps else []
+        finished = list(dict.fromkeys([*_finished_runs(folder), *own]))
+        try:
+            _note(folder, _noted(folder) | {"finished_runs": finished})
+            for key in folder.glob(f"checkpoint-*/{key_file(STATE)}"):
+                key.unlink(missing_ok=True)
+        except OSError as error:
+            warnings.warn(
+                f"{os.fspath(folder)!r} cannot be written: remove its keys, checkpoint-*/"
+                f"{key_file(STATE)}, since a reader of them can subtract the noise ({error})",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _folders(self):
+        """Where checkpoints of the run lie: in its folder, and in that from which it went on."""
+        own = pathlib.Path(str(self.args.output_dir))
+        theirs = own if self._found is None else pathlib.Path(self._found).parent.parent
+        return [own] if theirs.resolve() == own.resolve() else [own, theirs]
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any
+    ) -> Any:
+        """The mean loss of a batch in evaluation: the model's own, or that of
+        `PersonalPrivacy.loss`. No step of the training takes it.
+        """
+        if self.privacy.loss is None:
+            return super().compute_loss(model, inputs, return_outputs=return_outputs, **options)
+        outputs = call(model, _without_labels(with_decoder_inputs(inputs, self.model)))
+        loss = self.privacy.loss(outputs, inputs).mean()
+        if not isinstance(outputs, Mapping):  # a loss comes first, as of the model's own
+            outputs = (loss, *(outputs if isinstance(outputs, (tuple, list)) else (outputs,)))
+        return (loss, outputs) if return_outputs else loss
 
     @contextlib.contextmanager
     def _as_given(self):
@@ -335,7 +402,13 @@ class PersonalTrainer(Trainer):
             raise ValueError(
                 "optimizer must step after each draw, but it has not since the last one"
             )
-        if loop.run.step != self.state.global_step or loop.run.step >= self.plan.steps:
+        if loop.run.step == self.state.global_step == self.plan.steps:
+            raise ValueError(
+                "resume_from_checkpoint must be of a run that has steps left, but it has taken all "
+                f"{self.plan.steps}, which the Trainer begins an epoch after; what holds is in "
+                "epsilons() and statement()"
+            )
+        if loop.run.step != self.state.global_step:
             raise ValueError(
                 f"the Trainer must be at step {loop.run.step} of {self.plan.steps}, as its account "
                 f"is, got {self.state.global_step}; a checkpoint must hold {STATE}"
@@ -432,7 +505,17 @@ class PersonalTrainer(Trainer):
 
     # Checkpoints
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As in Trainer. Each group notes the rate that it began with, by which a checkpoint knows
+        the optimizer; some schedulers leave it out.
+        """
+        for group in (self.optimizer if optimizer is None else optimizer).param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        return super().create_scheduler(num_training_steps, optimizer)
+
     def _save_rng_state(self, output_dir):
+        if self._loop.ready:
+            raise ValueError("a checkpoint must be saved after the optimizer's step, not before")
         super()._save_rng_state(output_dir)
         self._loop.look_at_later()
         self._loop.count_dropped()
@@ -468,8 +551,7 @@ class PersonalTrainer(Trainer):
     def _check_unfinished(self, path):
         """Refuse a second ending by new random numbers: both endings would cost privacy."""
         checkpoint = pathlib.Path(path).parent
-        folders = (checkpoint.parent, pathlib.Path(str(self.args.output_dir)))
-        finished = any(self._run_name in _finished_runs(folder) for folder in folders)
+        finished = any(self._run_name in _finished_runs(folder) for folder in self._folders())
         if finished and not os.path.exists(key_file(path)):
             raise ValueError(
                 "resume_from_checkpoint must be a checkpoint of a run that has not finished, but "
@@ -588,11 +670,7 @@ class PersonalTrainer(Trainer):
     def _write_card(self):
         folder = pathlib.Path(str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
-        finished = _finished_runs(folder)
-        if self.taken == self.plan.steps and self._run_name not in finished:
-            finished.append(self._run_name)
-        card = self.card() | {"finished_runs": finished}
-        _files.replace(folder / CARD, (json.dumps(card, indent=1) + "\n").encode())
+        _note(folder, self.card() | {"finished_runs": _finished_runs(folder)})
         _files.replace(folder / "privacy.md", self.card_text().encode())
 
     def create_model_card(self, *arguments: Any, **options: Any) -> None:

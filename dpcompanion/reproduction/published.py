@@ -59,7 +59,7 @@ VERDICTS = {
     "stand-in": "a number of another network or other data than the paper's, which is set beside "
     "the print and not held against it",
     "not run": "with what it would need",
-    "out of reach": "not run, and needs data, weights or days of a GPU that cannot be had here",
+    "out of reach": "not run, and needs data, weights or days of computing that cannot be had here",
     "wrong in the paper": "with the proof",
 }
 
@@ -157,9 +157,11 @@ class Exhibit:
     run of its own computes a part of, such as one data set of several. `shortened` says of a part
     how much of the paper's training it has, such as "10 of 100 epochs of ResNet-20 on CIFAR-10":
     its numbers are not held against the print, and the exhibit stays unfinished. `needs` says what
-    it cannot be decided without and this project does not have: data, weights, or days of a GPU;
-    `beyond` are patterns of its numbers of which that is so where it is not so of the rest.
-    `takes` is about how long its experiment takes at its own scale, and on what.
+    it cannot be decided without and this project does not have: data, weights, or days of
+    computing; `beyond` are patterns of its numbers of which that is so where it is not so of the
+    rest. `takes` is about how long its experiment takes at its own scale, and on what. `looks`
+    counts how often its claims were looked at, with more seeds each time: what two looks left
+    undecided, with intervals that allow for two, is not looked at a third time.
     """
 
     paper: str
@@ -186,6 +188,7 @@ class Exhibit:
     needs: str = ""
     beyond: tuple[str, ...] = ()
     takes: str = ""
+    looks: int = 1
     numbers: Mapping[str, Any] = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({})
     )

@@ -240,14 +240,15 @@ class ExhibitStatus:
     @property
     def more_seeds(self) -> tuple[str, str] | None:
         """Where all is run, what the seeds were too few for, and how to run twice as many, three at
-        least: ("2 claims with 3 seeds", "dpcompanion run ... --seeds 0 1 2 3 4 5"), or None.
+        least: ("2 claims with 3 seeds", "dpcompanion run ... --seeds 0 1 2 3 4 5"), or None, as
+        where more were added once.
         """
         few = [
             (record, claims)
             for record, claims in self.evidence.undecided
             if record.preset == "paper" and record.config.get("seeds")
         ]
-        if self.to_do is not None or not few:
+        if self.to_do is not None or not few or self.exhibit.looks > 1:
             return None
         what = ", ".join(
             f"{claims} claim{'s' * (claims > 1)} with {_seeds(record)}" for record, claims in few

@@ -7,7 +7,7 @@ and something disagrees; *undecided* if all claims are open, if only a chapter's
 them, or if what disagrees are stand-ins or runs whose settings are not printed; *wrong in the
 paper* if something that it prints is proved wrong (the rest is counted beside it); *vacuous* if its
 statement holds whatever its numbers are, and so says nothing; *out of reach*, in place of undecided
-and not run, if it needs data, weights or days of a GPU that cannot be had here; *not run*
+and not run, if it needs data, weights or days of computing that cannot be had here; *not run*
 otherwise. Findings of our own, and refutations, are counted apart and make nothing reproduced.
 Numbers of a stand-in, a record with none of the exhibit's networks or none of its data, count as
 not run, or as out of reach (`published.Exhibit.is_beyond`). What no experiment computes, such as a
@@ -23,15 +23,17 @@ from dpcompanion.reproduction.comparison import Comparison, compare
 STATES = {
     "reproduced": "recomputed at the paper's scale, some with fewer seeds; every number matches or"
     " is close, every claim of the paper holds",
-    "in part": "some do; or on some of its data and networks, or stand-ins for them",
-    "undecided": "none does so far: the runs are too few, or a chapter's quick run alone, or those"
-    " that disagree are stand-ins or of a part of the training, or have settings that are not"
-    " printed",
+    "in part": "some numbers or claims agree; or only some of its data and networks, or stand-ins"
+    " for them, were run",
+    "undecided": "no number or claim agrees so far: there are too few runs, or only a live one, or"
+    " runs that disagree are stand-ins, or of a part of the training, or have settings that the"
+    " paper does not print",
     "contradicted": "recomputed, something disagrees, and nothing agrees",
     "wrong in the paper": "something that it prints is proved wrong; the rest is counted beside it",
     "vacuous": "its statement, as printed, holds whatever the numbers in it are, and so says"
     " nothing; nothing is wrong",
-    "out of reach": "undecided, and needs data, weights or days of a GPU that cannot be had here",
+    "out of reach": "undecided, and needs data, weights or days of computing that cannot be had"
+    " here",
     "not run": "with what it would need",
 }
 

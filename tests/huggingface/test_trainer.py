@@ -255,6 +255,153 @@ def test_a_finished_run_gets_no_second_ending_from_an_earlier_checkpoint(tmp_pat
     assert len(json.loads((tmp_path / "privacy.json").read_text())["finished_runs"]) == 1
 
 
+def test_a_checkpoint_of_a_finished_run_keeps_its_account(tmp_path):
+    """Were no step taken and nothing restored, the epsilon would be 0, and on the card too."""
+    options = dict(lora=True, max_steps=4, save_strategy="steps", save_steps=2)
+    first = trainer_of(tmp_path, **options)
+    first.train()
+    card = json.loads((tmp_path / "privacy.json").read_text())
+    again = trainer_of(tmp_path, **options)
+    with pytest.warns(UserWarning, match="has finished"):
+        again.train(resume_from_checkpoint=True)
+    assert again.taken == 4 and torch.equal(again.epsilons(), first.epsilons())
+    assert again.statement() == first.statement()
+    assert json.loads((tmp_path / "privacy.json").read_text()) == card
+    # The Trainer goes on within an epoch, though no step is left.
+    within = options | {"max_steps": 3, "save_steps": 3}
+    trainer_of(tmp_path / "within", **within).train()
+    again = trainer_of(tmp_path / "within", **within)
+    with pytest.raises(ValueError, match="a run that has steps left, but it has taken all 3"):
+        again.train(resume_from_checkpoint=True)
+    assert again.taken == 3 and float(again.epsilons().max()) == again.plan.epsilon()
+
+
+def test_keys_go_whatever_ends_a_run_and_from_the_folder_that_it_went_on_from(tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 2
+
+    options = dict(
+        lora=True, privacy={"seed": None}, max_steps=4, save_strategy="steps", save_steps=1
+    )
+    stopped = trainer_of(tmp_path / "stopped", given={"callbacks": [Stop()]}, **options)
+    stopped.train()
+    assert stopped.stopped and not [*tmp_path.rglob("*.key")]
+    again = trainer_of(tmp_path / "stopped", **options)
+    with pytest.warns(RuntimeWarning, match="both endings cost privacy"):
+        again.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-1"))
+    assert again.history.key_fingerprint != stopped.history.key_fingerprint
+
+    cut = trainer_of(tmp_path / "a", given={"callbacks": [Interrupt()]}, **options)
+    with pytest.raises(KeyboardInterrupt):
+        cut.train()
+    assert [*(tmp_path / "a").rglob("*.key")]
+    trainer_of(tmp_path / "b", **options).train(
+        resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1")
+    )
+    assert not [*tmp_path.rglob("*.key")]
+    with pytest.raises(ValueError, match="must be a checkpoint of a run that has not finished"):
+        trainer_of(tmp_path / "c", **options).train(
+            resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1")
+        )
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
+def test_no_checkpoint_is_pushed_to_the_hub(strategy, tmp_path):
+    args = arguments(tmp_path, hub_strategy=strategy)
+    args.push_to_hub = True
+    with pytest.raises(
+        ValueError, match=f"hub_strategy must push no checkpoints, got '{strategy}'"
+    ):
+        PersonalTrainer(
+            model_of("bert"),
+            args,
+            train_dataset=rows_of("bert"),
+            privacy=PersonalPrivacy(**PRIVACY),
+        )
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_evaluation_has_the_loss_of_the_training(own, tmp_path):
+    class Own(torch.nn.Module):
+        """A model without a loss of its own."""
+
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = torch.nn.Embedding(300, 4), torch.nn.Linear(4, 3)
+
+        def forward(self, input_ids, labels=None):
+            return {"logits": self.head(self.embedding(input_ids).mean(1))}
+
+    def weighted(outputs, batch):
+        return torch.nn.functional.cross_entropy(
+            outputs["logits"],
+            batch["labels"],
+            weight=torch.tensor([1.0, 20.0, 0.05]),
+            reduction="none",
+        )
+
+    rows = rows_of("bert")
+    trainer = trainer_of(
+        tmp_path,
+        model=Own() if own else None,
+        rows=rows,
+        lora=not own,
+        privacy={"loss": weighted},
+        given={"eval_dataset": rows[:7]},
+        max_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+    )
+    trainer.train()
+    found = trainer.evaluate()["eval_loss"]
+    predicted = torch.as_tensor(trainer.predict(rows[:7]).predictions)
+    assert predicted.shape == (7, 3)
+    labels = torch.tensor([int(row["labels"]) for row in rows[:7]])
+    assert found == pytest.approx(
+        float(weighted({"logits": predicted}, {"labels": labels}).mean()), rel=1e-4
+    )
+
+
+def test_a_run_whose_rate_was_lowered_on_a_plateau_goes_on(tmp_path):
+    options = dict(
+        lora=True,
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        lr_scheduler_type="reduce_lr_on_plateau",
+        lr_scheduler_kwargs={"patience": 0, "factor": 0.5},
+        metric_for_best_model="same",
+        greater_is_better=False,
+    )
+    given = {"eval_dataset": rows_of("bert", 4), "compute_metrics": lambda predictions: {"same": 1}}
+    cut = trainer_of(tmp_path, given=given | {"callbacks": [Interrupt()]}, **options)
+    with pytest.raises(KeyboardInterrupt):
+        cut.train()
+    assert cut.optimizer.param_groups[0]["lr"] < 0.1
+    again = trainer_of(tmp_path, given=given, **options)
+    again.train(resume_from_checkpoint=True)
+    assert again.taken == 4
+
+
+def test_the_precision_of_accelerate_is_that_of_the_run_and_accelerate_casts_nothing(
+    tmp_path, monkeypatch
+):
+    """`accelerate launch --mixed_precision` says it by this variable."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    model = model_of("bert", lora=True)
+    forward = type(model).forward
+    trainer = trainer_of(tmp_path, model=model, max_steps=1)
+    trainer.train()
+    assert trainer.history.precision == "bf16"
+    assert trainer.accelerator.mixed_precision == "no" and model.forward.__func__ is forward
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ValueError, match="mixed_precision must be 'no' or 'bf16', got 'fp16'"):
+        trainer_of(tmp_path)
+
+
 def test_a_seed_that_was_used_on_other_data_in_this_folder_is_warned_of(tmp_path):
     rows = rows_of("bert")
     with warnings.catch_warnings():

@@ -228,36 +228,32 @@ def figure_9(config, run):
 
 @finding(
     "gradients-look-alike/figure-9",
-    "every point lies below the data-independent epsilon of a step by RDP",
-    kind="own",  # so does every clipped gradient; the paper does not print its baseline
+    "in all settings the mean lies below the data-independent epsilon of a step, which the paper "
+    "does not print",
 )
 def _below_the_baseline(record):
+    """Below the epsilon by RDP lies every clipped gradient; what lies above the exact epsilon may
+    still lie below the paper's baseline.
+    """
     examples = {
         entry["name"]: entry["examples"] for entry in record.data if entry["split"] == "train"
     }
     for name in reported(record):
         task = types.SimpleNamespace(**record.config["tasks"][name])
         plan = plan_of(task, examples[task.data])
-        highest = max(record.values[f"{name}.{stage}.paper_p_at_most"] for stage in STAGES)
-        baseline = float(worst_case(dataclasses.replace(plan, steps=1))[0])
-        yield name, f"{highest:.2f} of {baseline:.2f}", highest < baseline
-
-
-@finding(
-    "gradients-look-alike/figure-9",
-    "at every stage, correct or not, points have a lower mean than the exact data-independent "
-    "epsilon of a step",
-    kind="own",
-)
-def _below_the_exact(record):
-    for name in reported(record):
+        by_rdp = float(worst_case(dataclasses.replace(plan, steps=1))[0])
         exact = record.values[f"{name}.worst_case.exact"]
         highest = max(
             record.values[f"{name}.{stage}.{word}.paper_p"]
             for stage in STAGES
             for word in ("correct", "incorrect")
         )
-        yield name, f"{highest:.2f} of {exact:.2f}", highest < exact
+        below = [highest < baseline for baseline in (by_rdp, exact)]
+        yield (
+            name,
+            f"{highest:.2f} of {exact:.2f}, or by RDP of {by_rdp:.2f}",
+            below[0] if below[0] == below[1] else "undecided",
+        )
 
 
 @finding(
