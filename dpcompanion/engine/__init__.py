@@ -112,6 +112,9 @@ What the engine cannot see, it takes on trust:
 * an item of the data set is made of one example, not mixed with partners drawn at random (a data
   set that mixes it with what was read before is refused, and so is a collate function that mixes),
   and the loop mixes none before they reach the module, as mixup does;
+* the module treats examples one by one with all data as it does with batches 1, 2, 4, 8 and so on,
+  with which that is proved (`train` looks again after as many steps);
+* the loop gives a criterion targets of which each is one example's own;
 * nothing outside of the module, and no attribute of it that is no buffer, begins to remember
   batches later;
 * learning rates, and the step after which training ends, follow a plan or public data, not losses

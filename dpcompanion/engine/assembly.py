@@ -7,6 +7,7 @@ accountant follows the optimizer, and a proof with the first batches comes befor
 import functools
 
 import torch
+from opacus.layers.dp_rnn import RNNLinear
 from opacus.validators.errors import UnsupportedModuleError
 
 from dpcompanion.engine.checks import StateLeakGuard
@@ -21,18 +22,51 @@ from dpcompanion.engine.shards import ShardedHooks, is_sharded
 from dpcompanion.training import distributed
 
 
-def _rearranged(rearrange, *, module, **options):
-    """As Opacus does, but a layer without notes of a pass in training mode raises ValueError."""
+class _RowsOfLoop:
+    """Called, how many examples the loader handed out last; None before that, while a proof is made
+    with others, and in a copy of the module.
+    """
+
+    def __init__(self, noted):
+        self.noted, self.proof = noted, None
+
+    def __call__(self):
+        if self.noted is None or self.proof is not None and self.proof.busy:
+            return None
+        return None if self.noted.handed_out is None else len(self.noted.handed_out)
+
+    def of_pass(self):
+        """How many examples are in the pass under way, of a proof or of the loop."""
+        proving = self.proof is not None and self.proof.busy
+        return self.proof.rows if proving else self() or 0
+
+    def __getstate__(self):
+        return {"noted": None, "proof": None}
+
+
+def _rearranged(rearrange, rows, *, module, backprops, batch_first, **options):
+    """As Opacus does, but a layer without notes of a pass in training mode raises ValueError, and
+    so does one whose gradients are not of as many examples as `rows` says, which Opacus would take
+    for the first of the batch.
+    """
     if not getattr(module, "activations", None):
         raise ValueError(
             "module must be in training mode in the forward pass of each backward pass, but "
             f"{type(module).__name__} was in evaluation mode, or went back twice: call "
             "module.train() first"
         )
-    return rearrange(module=module, **options)
+    n, recurrent = rows(), type(module) is RNNLinear  # which is called once a time step
+    found = backprops.shape[0 if batch_first else 1]
+    if n is not None and not recurrent and found != n:
+        raise ValueError(
+            "module must call each of its layers with one row for each example, but "
+            f"{type(module).__name__} was given {found} in a batch of {n}: give it all rows, and "
+            "choose among what comes out"
+        )
+    return rearrange(module=module, backprops=backprops, batch_first=batch_first, **options)
 
 
-def _prepared(engine, module, settings, grad_sample_mode, max_grad_norm):
+def _prepared(engine, module, settings, grad_sample_mode, max_grad_norm, rows):
     """The module with Opacus's hooks, mended."""
     options = {
         "batch_first": settings.batch_first,
@@ -55,7 +89,7 @@ def _prepared(engine, module, settings, grad_sample_mode, max_grad_norm):
     mend(module, int(not settings.batch_first))
     if hasattr(module, "rearrange_grad_samples"):
         module.rearrange_grad_samples = functools.partial(
-            _rearranged, module.rearrange_grad_samples
+            _rearranged, module.rearrange_grad_samples, rows
         )
     return module
 
@@ -89,8 +123,8 @@ def assemble(
         None if units.ownership is None else RowChoice(units.ownership, draws, engine.accountant)
     )
     noted = IndexRecorder(data_loader.dataset, data_loader, choice)
-    engine.dataset, original = data_loader.dataset, module
-    module = _prepared(engine, module, settings, grad_sample_mode, max_grad_norm)
+    engine.dataset, original, rows = data_loader.dataset, module, _RowsOfLoop(noted)
+    module = _prepared(engine, module, settings, grad_sample_mode, max_grad_norm, rows)
     optimizer = (GhostOptimizer if ghost else HooksOptimizer)(
         getattr(optimizer, "original_optimizer", optimizer),
         noise_multiplier=noise_multiplier,
@@ -126,11 +160,8 @@ def assemble(
         )
     )
     check_packed(original)
-    ForEachExample(
-        original,
-        original,
-        lambda: proof.rows if proof is not None and proof.busy else len(noted.handed_out or []),
-    )
+    rows.proof = proof
+    ForEachExample(original, original, rows.of_pass)
     engine.accountant.budgets, engine.accountant.origin = budgets, origin
     engine.accountant.draws_are_seeded = data_loader.generator is not None
     engine.accountant.trusts_loss = settings.trust_loss

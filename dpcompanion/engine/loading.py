@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from opacus.data_loader import wrap_collate_with_empty
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from dpcompanion._devices import to_device
@@ -109,7 +110,8 @@ class IndexRecorder(Dataset):
     """
 
     def __init__(self, dataset, loader, rows=None):
-        self._dataset, self.handed_out, self.batch = dataset, None, None
+        self._dataset, self.handed_out = dataset, None
+        self._batch, self._versions = None, []
         self._rows: Any = rows
         self.units, self.sizes = None, None
         self._workers = _Workers(dataset, loader) if loader.num_workers else None
@@ -133,6 +135,23 @@ class IndexRecorder(Dataset):
             return self._workers.read(indices)
         together = getattr(self._dataset, "__getitems__", None)
         return together(indices) if together and indices else [self._dataset[i] for i in indices]
+
+    @property
+    def batch(self):
+        """What was made of the examples handed out last; None in place of each of its tensors that
+        the loop has written to since, as in ``y -= y.mean()``.
+        """
+        leaves, spec = tree_flatten(self._batch)
+        kept = [
+            None if torch.is_tensor(leaf) and leaf._version != version else leaf
+            for leaf, version in zip(leaves, self._versions)
+        ]
+        return tree_unflatten(kept, spec)
+
+    @batch.setter
+    def batch(self, batch):
+        self._batch = batch
+        self._versions = [getattr(leaf, "_version", 0) for leaf in tree_flatten(batch)[0]]
 
     def combined(self, gradients):
         """Gradients of the rows handed out as those of the persons (`RowChoice.combined`)."""

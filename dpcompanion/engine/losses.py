@@ -31,6 +31,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from dpcompanion._devices import autocasts, on_accelerator
 from dpcompanion.engine.outputs import Output, Pass, is_learnt_from, map_tensors
@@ -252,8 +253,10 @@ class LossWatch:
                 "gradient came back to "
                 f"its layer {self._beside[0]!r} that was called by itself; " + self._ways_out()
             )
+        if not batch:
+            return  # and no gradient of a row, whether there was a way back or not
         self._check_left()
-        if not batch or len(batch) == 1 and not self.criterion:
+        if len(batch) == 1 and not self.criterion:
             return  # a loss of one example mixes nothing
         if not passes:
             if self._checked is not batch:
@@ -369,6 +372,11 @@ class LossWatch:
                         f"all examples, {tuple(value.shape)}, by broadcasting: give both the same "
                         "shape"
                     )
+        if any(leaf is None for leaf in tree_flatten(self._noted.batch)[0]):
+            best = (
+                "a tensor of the loader's batch was written to, so that an example's target may "
+                "come from those of others: make a new tensor, and give the engine your criterion"
+            )
         return best or (
             "the gradient that reaches the module's outputs is that of no loss that is known to be "
             "so (cross entropy, binary cross entropy, squared, absolute and Huber errors and "

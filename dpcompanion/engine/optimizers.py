@@ -355,15 +355,33 @@ class Following(DPOptimizer):
 
 
 class HooksOptimizer(Following, DPOptimizer):
+    def _get_flat_grad_sample(self, p):
+        """Of a parameter that the step's loss did not come by, zeros, as autograd gives it."""
+        if getattr(p, "grad_sample", None) is None:
+            if getattr(p, "_forward_counter", 0):
+                raise ValueError(
+                    "a forward pass in training mode must go back before the step, but one has "
+                    "not: look at what the module puts out under torch.no_grad(), or in "
+                    "evaluation mode"
+                )
+            n = len(self._noted.handed_out or [])
+            if n and all(getattr(other, "grad_sample", None) is None for other in self.params):
+                raise ValueError(
+                    "gradients must come back before the step, but none has since the last one: "
+                    "call loss.backward() before optimizer.step()"
+                )
+            p.grad_sample = p.new_zeros(n, *p.shape)
+        return super()._get_flat_grad_sample(p)
+
     def _by_unit(self, samples):
         """The gradients of rows that were found, [(rows, ...)], as those of the examples that are
         clipped: of persons, in float32 at least, the sums over their rows, which are formed before
         any norm is taken.
         """
-        if self._noted.sizes is None:
-            return samples
         for sample in samples:
             self._check_handed_out(self._noted.handed_out, len(sample))
+        if self._noted.sizes is None:
+            return samples
         wide = (sample.to(_wide(p.dtype)) for p, sample in zip(self._noted_parameters(), samples))
         return [self._noted.combined(sample) for sample in wide]
 

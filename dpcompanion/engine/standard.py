@@ -188,12 +188,10 @@ def targets_of(batch, n):
         for axis in (axis for axis, size in enumerate(leaf.shape[:2]) if size == n):
 
             def target(batch, device, number=number, axis=axis):
-                return (
-                    tree_flatten(batch)[0][number]
-                    .detach()
-                    .movedim(axis, 0)
-                    .to(device, non_blocking=True)
-                )
+                found = tree_flatten(batch)[0][number]
+                if not torch.is_tensor(found):
+                    raise ValueError("the loop has written to this target")
+                return found.detach().movedim(axis, 0).to(device, non_blocking=True)
 
             yield target, leaf.detach().movedim(axis, 0)
 

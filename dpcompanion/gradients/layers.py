@@ -572,6 +572,10 @@ def _explicit_any(module, uses, stacked):
     return Explicit(gradients)
 
 
+#: What the parameters are called of layers that have a rule.
+_OF_ITS_OWN = {"weight", "bias"}
+
+
 def layer_gradient(module, uses, method, budget, stacked=None, kept=True):
     """The gradient of `module` from its uses [(inputs, output gradients)], in the cheapest form.
 
@@ -582,6 +586,10 @@ def layer_gradient(module, uses, method, budget, stacked=None, kept=True):
     what is measured is what is added, so that only a linear layer with one position an example,
     whose gradient is a product of two vectors, need not be held.
     """
+    if not isinstance(module, Reparametrized) and own_parameters(module).keys() - _OF_ITS_OWN:
+        # One that was given parameters, and with them another way forward, as of an adapter.
+        uses = [(in_full(module, a), in_full(module, g)) for a, g in uses]
+        return _explicit_any(module, uses, stacked)
     if type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq):
         return GhostEmbedding(module, uses)
     if method == "materialized" and type(module) in (nn.Linear, nn.Conv2d):

@@ -45,7 +45,9 @@ def vectors():
     )
 
 
-def private(model, dataset=None, *, optimizer=None, mode="hooks", num_workers=0, **options):
+def private(
+    model, dataset=None, *, optimizer=None, mode="hooks", num_workers=0, batch_size=12, **options
+):
     """(engine, model, optimizer, criterion, loader)."""
     engine = IndividualizedPrivacyEngine(accountant="rdp")
     optimizer = optimizer or torch.optim.SGD(
@@ -65,7 +67,9 @@ def private(model, dataset=None, *, optimizer=None, mode="hooks", num_workers=0,
         target_epsilons=BUDGETS,
         grad_sample_mode=mode,
         data_loader=DataLoader(
-            vectors() if dataset is None else dataset, batch_size=12, num_workers=num_workers
+            vectors() if dataset is None else dataset,
+            batch_size=batch_size,
+            num_workers=num_workers,
         ),
         **options,
     )
@@ -957,7 +961,140 @@ def test_a_module_that_counts_its_passes_is_proved_ever_more_seldom():
     optimizer._proof._prove = lambda *args: (proofs.append(1), prove(*args))
     for _ in range(16):
         train(module, optimizer, criterion, loader, 4)
-    assert 3 < len(proofs) < 12
+    assert 9 < len(proofs) < 18  # with batches 1, 2, 4, ..., and twice as many states
+
+
+class ByData(nn.Module):
+    """Takes examples one by one, in a way that depends on whether their first number is marked."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.first, self.last = way, nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(self.way(self, x, x[:, 0] == 9))
+
+
+def _some_twice(model, x, marked):
+    h = torch.tanh(model.first(x)).clone()
+    if marked.any():
+        h[marked] = torch.tanh(model.first(h[marked]))
+    return h
+
+
+def _some_only(model, x, marked):
+    h = torch.zeros(len(x), 4)
+    h[~marked] = torch.tanh(model.first(x[~marked]))
+    return h
+
+
+def _marked_last(model, x, marked):
+    order = marked.long().argsort(stable=True)
+    return torch.tanh(model.first(x[order]))[order.argsort()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", [_some_twice, _some_only, _marked_last])
+def test_a_layer_that_gets_other_rows_once_the_data_say_so_is_refused(way, mode):
+    """Opacus takes the rows that it was given for the first of the batch."""
+    dataset = vectors()
+    _, module, optimizer, criterion, loader = private(ByData(way), dataset, mode=mode)
+    batches = iter(loader)
+    train(module, optimizer, criterion, batches, 1)
+    dataset.tensors[0][::3, 0] = 9.0
+    before = weights(module)
+    with pytest.raises((ValueError, UnsupportedModuleError), match="module must"):
+        train(module, optimizer, criterion, batches, 1)
+    assert torch.equal(before, weights(module))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+def test_rows_are_looked_at_where_nothing_is_proved(mode):
+    dataset = vectors()
+    dataset.tensors[0][1:, 0] = 9.0
+    _, module, optimizer, criterion, loader = private(
+        ByData(_some_only), dataset, mode=mode, prove=False
+    )
+    refused("one row for each example", train, module, optimizer, criterion, loader)
+
+
+def test_targets_that_the_loop_writes_to_are_not_those_of_the_loader():
+    for changed, allowed in (("y", False), ("x", True)):
+        dataset = TensorDataset(vectors().tensors[0], vectors().tensors[0][:, 0].clone())
+        _, module, optimizer, _, loader = private(nn.Linear(4, 1), dataset)
+
+        def loop():
+            for x, y in loader:
+                if changed == "y":
+                    y -= y.mean()
+                else:
+                    x /= 2
+                optimizer.zero_grad()
+                F.mse_loss(module(x).squeeze(-1), y).backward()
+                optimizer.step()
+
+        if allowed:
+            loop()
+        else:
+            refused("a tensor of the loader's batch was written to", loop)
+
+
+class Heads(nn.Module):
+    """Two heads, and one that nobody uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.unused = (nn.Linear(4, 3) for _ in range(3))
+
+    def forward(self, x, both):
+        return self.first(x) + self.second(x) if both else self.first(x)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
+def test_a_layer_that_the_loss_does_not_come_by_has_a_gradient_of_zero(mode):
+    _, module, optimizer, criterion, loader = private(Heads(), mode=mode)
+    unused = []
+    for step, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        criterion(module(x, step % 2 == 0), y).backward()
+        optimizer.step()
+        sums = [p.summed_grad for p in (*module.parameters(),)]
+        unused.append([float(total.norm()) for total in sums[2:]])
+    assert len(unused) == 4 and all(not any(norms[2:]) for norms in unused)
+    assert all(all(norms[:2]) == (step % 2 == 0) for step, norms in enumerate(unused))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ew"])
+def test_a_draw_of_nobody_needs_no_way_back(mode):
+    engine, module, optimizer, criterion, loader = private(
+        nn.Linear(4, 3), mode=mode, batch_size=1, noise_generator=None, seed=0
+    )
+    sizes = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        if len(x):
+            criterion(module(x), y).backward()
+        optimizer.step()
+        sizes.append(len(x))
+    assert 0 in sizes and max(sizes) > 1 and len(engine.accountant) == len(sizes) == N
+
+
+def test_a_step_without_a_way_back_says_what_to_do():
+    _, module, optimizer, criterion, loader = private(nn.Linear(4, 3))
+    x, y = next(iter(loader))
+    criterion(module(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for _ in loader:
+        refused("call loss.backward\\(\\) before optimizer.step", optimizer.step)
+        break
+    _, module, optimizer, criterion, loader = private(nn.Linear(4, 3))
+    for x, y in loader:
+        optimizer.zero_grad()
+        module(x).argmax(1)  # the accuracy, as loops have it
+        criterion(module(x), y).backward()
+        refused("look at what the module puts out under torch.no_grad", optimizer.step)
+        break
 
 
 @pytest.mark.parametrize("mode", MODES)

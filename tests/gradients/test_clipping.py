@@ -465,6 +465,25 @@ def test_a_model_that_layers_cannot_explain_is_left_to_torch_func(make, message)
         assert all(relative(a, b) < 1e-10 for a, b in zip(result.gradients.values(), total))
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_layer_with_parameters_of_its_own_kind_is_differentiated_whole(frozen):
+    """As an adapter is attached to a layer that there is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    first = model[0]
+    first.down = nn.Parameter(torch.randn(2, 4, dtype=torch.float64))
+    first.up = nn.Parameter(torch.randn(3, 2, dtype=torch.float64))
+    first.forward = lambda x: F.linear(x, first.weight, first.bias) + x @ first.down.T @ first.up.T
+    for p in (first.weight, first.bias):
+        p.requires_grad_(not frozen)
+    x, y = torch.randn(9, 4, dtype=torch.float64), torch.arange(9) % 2
+    found = clipped_sum(model, cross_entropy, x, y, 0.3)
+    expected, norms = oracle(model, cross_entropy, x, y, 0.3)
+    torch.testing.assert_close(found.norms, norms)
+    for own, gradient in zip(found.gradients.values(), expected, strict=True):
+        torch.testing.assert_close(own, gradient)
+
+
 def test_a_layer_whose_weight_is_used_beside_it_is_found_out():
     torch.manual_seed(0)
     model, x, y = Sneaky().double(), torch.randn(5, 4).double(), torch.randint(3, (5,))
