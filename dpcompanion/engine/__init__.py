@@ -35,10 +35,11 @@ What makes each budget hold:
   some out by what is in them raises the rate of the others, and is refused. Each pass begins with
   the first draw that is no step yet, and so does a run that goes on from a checkpoint: there is one
   sequence of draws, however often it is looked at;
-* with the first batches it is proved against plain autograd that each example's gradient is its own
+* with the first batch it is proved against plain autograd that each example's gradient is its own
   and its norm whole, before any step: a weight used outside of its layer is refused, and so is a
-  function that mixes examples. It is proved again with the next batch when the state has changed
-  that says which code runs: the mode of a submodule, a flag, a hook;
+  function that mixes examples. It is proved again with batches 2, 4, 8 and so on, and with the next
+  batch when the state has changed that says which code runs: the mode of a submodule, a flag, a
+  hook. With every batch each layer must be called with one row for each example;
 * the loss is a mean (or, with loss_reduction "sum", a sum) of one number an example: what comes
   back to the module's outputs is compared with standard losses of them, or with the criterion that
   the engine was given (`dpcompanion.engine.losses`). Class weights, or a mean over a batch's
@@ -58,8 +59,8 @@ What makes each budget hold:
   noise is drawn and added in float64. A checkpoint holds how far they have come; keys lie beside
   it.
 
-On a GPU no step waits for the device: what needs a look at numbers is done with the first batches
-(the proof), or afterwards. Gradients that are not finite contribute nothing, and are counted there;
+On a GPU no step waits for the device but those of a proof: what needs a look at numbers is done
+then, or afterwards. Gradients that are not finite contribute nothing, and are counted there;
 a warning says so when epsilons are asked for, when a checkpoint is written, and after the last
 step. In ghost mode, where one such gradient spoils the sum, the weights are no numbers from then
 on, and a FloatingPointError says so at the same places. A filter belongs on the CPU, as by default:

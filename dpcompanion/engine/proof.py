@@ -1,4 +1,4 @@
-r"""Is each example's gradient, as Opacus finds it, its own? Proved with the first batches.
+r"""Is each example's gradient, as Opacus finds it, its own? Proved with batches 1, 2, 4, 8, ...
 
 Opacus looks at layers: it multiplies what goes into a layer with the gradient that comes back to
 it. A module may do what that does not see: use a weight outside of its layer, or mix examples by a
@@ -28,7 +28,8 @@ gradient of another.
 * What the module puts out for one example is the same afterwards: it remembers no batch.
 * Dropout is left out. The state of generators, buffers and gradients is afterwards what it was.
 
-An example by itself has no company, so a proof takes a batch of two. It is made again with a batch
+An example by itself has no company, so a proof takes a batch of two. It is made again with batches
+2, 4, 8 and so on, since a module may do with some data what it does not with others, with a batch
 of twice the size, and with the next batch when what says which code runs has changed
 (`dpcompanion.gradients.states`): a layer that was in evaluation mode while the proof looked may do
 anything when it wakes. Attributes that are numbers may count passes: at their changes 1, 2, 4, 8,
