@@ -23,25 +23,27 @@ from dpcompanion.training import distributed
 
 
 class _RowsOfLoop:
-    """Called, how many examples the loader handed out last; None before that, while a proof is made
-    with others, and in a copy of the module.
+    """Called, how many rows a layer gets of what the loader handed out last; None before that,
+    while a proof is made with others, and in a copy of the module. On shards a rank without an
+    example takes one of zeros.
     """
 
-    def __init__(self, noted):
-        self.noted, self.proof = noted, None
+    def __init__(self, noted, sharded):
+        self.noted, self.least, self.proof = noted, int(sharded), None
 
     def __call__(self):
         if self.noted is None or self.proof is not None and self.proof.busy:
             return None
-        return None if self.noted.handed_out is None else len(self.noted.handed_out)
+        handed_out = self.noted.handed_out
+        return None if handed_out is None else max(self.least, len(handed_out))
 
     def of_pass(self):
         """How many examples are in the pass under way, of a proof or of the loop."""
         proving = self.proof is not None and self.proof.busy
-        return self.proof.rows if proving else self() or 0
+        return self.proof.rows if proving else len(self.noted.handed_out or [])
 
     def __getstate__(self):
-        return {"noted": None, "proof": None}
+        return {"noted": None, "least": 0, "proof": None}
 
 
 def _rearranged(rearrange, rows, *, module, backprops, batch_first, **options):
@@ -123,7 +125,11 @@ def assemble(
         None if units.ownership is None else RowChoice(units.ownership, draws, engine.accountant)
     )
     noted = IndexRecorder(data_loader.dataset, data_loader, choice)
-    engine.dataset, original, rows = data_loader.dataset, module, _RowsOfLoop(noted)
+    engine.dataset, original, rows = (
+        data_loader.dataset,
+        module,
+        _RowsOfLoop(noted, is_sharded(module)),
+    )
     module = _prepared(engine, module, settings, grad_sample_mode, max_grad_norm, rows)
     optimizer = (GhostOptimizer if ghost else HooksOptimizer)(
         getattr(optimizer, "original_optimizer", optimizer),
