@@ -23,19 +23,20 @@ from dpcompanion.training import distributed
 
 
 class _RowsOfLoop:
-    """Called, how many rows a layer gets of what the loader handed out last; None before that,
-    while a proof is made with others, and in a copy of the module. On shards a rank without an
-    example takes one of zeros.
+    """Called, how many examples the loader handed out last; None before that, while a proof is made
+    with others, in a copy of the module, and on shards for a rank without an example, which may
+    take a row of zeros.
     """
 
     def __init__(self, noted, sharded):
-        self.noted, self.least, self.proof = noted, int(sharded), None
+        self.noted, self.sharded, self.proof = noted, sharded, None
 
     def __call__(self):
         if self.noted is None or self.proof is not None and self.proof.busy:
             return None
         handed_out = self.noted.handed_out
-        return None if handed_out is None else max(self.least, len(handed_out))
+        unknown = handed_out is None or self.sharded and not handed_out
+        return None if unknown else len(handed_out)
 
     def of_pass(self):
         """How many examples are in the pass under way, of a proof or of the loop."""
@@ -43,7 +44,7 @@ class _RowsOfLoop:
         return self.proof.rows if proving else len(self.noted.handed_out or [])
 
     def __getstate__(self):
-        return {"noted": None, "least": 0, "proof": None}
+        return {"noted": None, "sharded": False, "proof": None}
 
 
 def _rearranged(rearrange, rows, *, module, backprops, batch_first, **options):
