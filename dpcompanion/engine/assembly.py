@@ -5,6 +5,7 @@ accountant follows the optimizer, and a proof with the first batches comes befor
 """
 
 import functools
+from typing import Any
 
 import torch
 from opacus.layers.dp_rnn import RNNLinear
@@ -29,19 +30,23 @@ class _RowsOfLoop:
     """
 
     def __init__(self, noted, sharded):
-        self.noted, self.sharded, self.proof = noted, sharded, None
+        self.noted: Any = noted
+        self.sharded = sharded
+        self.proof: Any = None
 
     def __call__(self):
         if self.noted is None or self.proof is not None and self.proof.busy:
             return None
         handed_out = self.noted.handed_out
-        unknown = handed_out is None or self.sharded and not handed_out
-        return None if unknown else len(handed_out)
+        if handed_out is None or self.sharded and not handed_out:
+            return None
+        return len(handed_out)
 
     def of_pass(self):
         """How many examples are in the pass under way, of a proof or of the loop."""
-        proving = self.proof is not None and self.proof.busy
-        return self.proof.rows if proving else len(self.noted.handed_out or [])
+        if self.proof is not None and self.proof.busy:
+            return self.proof.rows
+        return len(self.noted.handed_out or [])
 
     def __getstate__(self):
         return {"noted": None, "sharded": False, "proof": None}
@@ -140,16 +145,8 @@ def assemble(
         loss_reduction=loss_reduction,
         generator=noise,
     )
-    proof = (
-        Proof(
-            module,
-            module if settings.wrap_model else original,
-            batch_first=settings.batch_first,
-            loss_reduction=loss_reduction,
-            ghost=ghost,
-            batch_size=lambda: 0 if optimizer.aside else len(noted.handed_out or []),
-            own_loss=None if ghost or criterion is not None else settings.trust_loss,
-        )
+    proof = rows.proof = (
+        _proof_of(module, original, settings, optimizer, noted, ghost or criterion is not None)
         if settings.prove
         else None
     )
@@ -167,7 +164,6 @@ def assemble(
         )
     )
     check_packed(original)
-    rows.proof = proof
     ForEachExample(original, original, rows.of_pass)
     engine.accountant.budgets, engine.accountant.origin = budgets, origin
     engine.accountant.draws_are_seeded = data_loader.generator is not None
@@ -179,6 +175,19 @@ def assemble(
     loader = private_loader(data_loader, noted, draws, settings.batch_first)
     criterion = _criterion_of(criterion, module, optimizer, watch, loss_reduction)
     return (module, optimizer, *criterion, loader)
+
+
+def _proof_of(module, original, settings, optimizer, noted, has_criterion):
+    """The proof of the module, of the examples that the loop takes."""
+    return Proof(
+        module,
+        module if settings.wrap_model else original,
+        batch_first=settings.batch_first,
+        loss_reduction=settings.loss_reduction,
+        ghost=isinstance(optimizer, GhostOptimizer),
+        batch_size=lambda: 0 if optimizer.aside else len(noted.handed_out or []),
+        own_loss=None if has_criterion else settings.trust_loss,
+    )
 
 
 def _criterion_of(criterion, module, optimizer, watch, loss_reduction):

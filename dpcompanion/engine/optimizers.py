@@ -355,7 +355,7 @@ class Following(DPOptimizer):
 
 
 class HooksOptimizer(Following, DPOptimizer):
-    def _get_flat_grad_sample(self, p):
+    def _get_flat_grad_sample(self, p: Any):
         """Of a parameter that the step's loss did not come by, zeros, as autograd gives it."""
         if getattr(p, "grad_sample", None) is None:
             if getattr(p, "_forward_counter", 0):

@@ -572,8 +572,8 @@ def _explicit_any(module, uses, stacked):
     return Explicit(gradients)
 
 
-#: What the parameters are called of layers that have a rule.
-_OF_ITS_OWN = {"weight", "bias"}
+#: Layers that have a rule, for their weight and bias.
+_RULED = (nn.Linear, nn.Conv2d, nn.Embedding, nn.GroupNorm, nn.LayerNorm)
 
 
 def layer_gradient(module, uses, method, budget, stacked=None, kept=True):
@@ -586,7 +586,7 @@ def layer_gradient(module, uses, method, budget, stacked=None, kept=True):
     what is measured is what is added, so that only a linear layer with one position an example,
     whose gradient is a product of two vectors, need not be held.
     """
-    if not isinstance(module, Reparametrized) and own_parameters(module).keys() - _OF_ITS_OWN:
+    if type(module) in _RULED and own_parameters(module).keys() - {"weight", "bias"}:
         # One that was given parameters, and with them another way forward, as of an adapter.
         uses = [(in_full(module, a), in_full(module, g)) for a, g in uses]
         return _explicit_any(module, uses, stacked)

@@ -509,7 +509,8 @@ class PersonalTrainer(Trainer):
         """As in Trainer. Each group notes the rate that it began with, by which a checkpoint knows
         the optimizer; some schedulers leave it out.
         """
-        for group in (self.optimizer if optimizer is None else optimizer).param_groups:
+        stepped: Any = self.optimizer if optimizer is None else optimizer
+        for group in stepped.param_groups:
             group.setdefault("initial_lr", group["lr"])
         return super().create_scheduler(num_training_steps, optimizer)
 
