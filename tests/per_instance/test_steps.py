@@ -93,6 +93,25 @@ def test_the_other_direction_agrees_with_quadrature(q, s, size, order):
     assert found == pytest.approx(other_direction(q, s, size, order), rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    "q, s, order", [(1e-14, 0.2, 2), (1e-12, 0.25, 2), (1e-13, 0.24, 1.5), (1e-13, 0.12, 32)]
+)
+def test_the_other_direction_of_a_rare_point_under_little_noise_does_not_cancel(q, s, order):
+    """The moment is 1 and less than a rounding error more; 40 digits hold it."""
+    with mp.workdps(40):
+        rate, noise, power = mp.mpf(q), mp.mpf(s), mp.mpf(order) - 1
+
+        def excess(t):
+            r = 1 - rate + rate * mp.exp(t / noise - 1 / (2 * noise**2))
+            return (r**-power - 1 + power * (r - 1)) * mp.npdf(t)
+
+        rises = float(1 / (2 * noise) + noise * mp.log((1 - rate) / rate))
+        near = [float(1 / noise) + d for d in (-4, -2, -1, 0, 1, 3, 12)]
+        parts = sorted([-15, -5, 0, 5, *near, *(rises + d for d in (-1, -0.5, 0, 0.5, 1))])
+        expected = float(mp.log1p(mp.quad(excess, parts)) / power)
+    assert step(q, s, 1.0, order, direction="add") == pytest.approx(expected, rel=1e-9)
+
+
 @given(rate=st.floats(-6, 0), noise=st.floats(-1, 2), order=st.floats(1.01, 64))
 @settings(max_examples=25, deadline=None)
 def test_the_other_direction_is_never_larger_and_never_negative(rate, noise, order):
