@@ -284,8 +284,8 @@ def private_loader(loader, noted, draws, batch_first):
     collate([loader.dataset[0]])
 
     def noting(examples):
-        noted.batch = collate(examples)
-        return noted.batch
+        noted.batch = batch = collate(examples)
+        return batch
 
     return DataLoader(
         noted,

@@ -184,16 +184,18 @@ class Following(DPOptimizer):
             )
 
     def step(self, closure=None):
+        loss = None
         if closure is not None:
             with torch.enable_grad():
-                closure()
+                loss = closure()
         if not self.pre_step():
-            return None
+            return loss
         self._own_step = True
         try:
-            return self.original_optimizer.step()
+            own = self.original_optimizer.step()
         finally:
             self._own_step = False
+        return own if closure is None else loss
 
     def _check_trained(self):
         if self.shards is not None:

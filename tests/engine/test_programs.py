@@ -293,10 +293,13 @@ def test_a_closure_takes_one_step_as_without():
     def step(module, inner, optimizer, criterion, x, y):
         def closure():
             optimizer.zero_grad()
-            criterion(module(x), y).backward()
+            losses.append(criterion(module(x), y))
+            losses[-1].backward()
+            return losses[-1]
 
-        optimizer.step(closure)
+        assert optimizer.step(closure) is losses[-1]
 
+    losses = []
     assert run(step) == 4
 
 
