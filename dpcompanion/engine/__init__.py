@@ -115,7 +115,8 @@ What the engine cannot see, it takes on trust:
   and the loop mixes none before they reach the module, as mixup does;
 * the module treats examples one by one with all data as it does with batches 1, 2, 4, 8 and so on,
   with which that is proved (`train` looks again after as many steps);
-* the loop gives a criterion targets of which each is one example's own;
+* the loop gives a criterion targets of which each is one example's own, and changes none of the
+  loader's by way of `.data` or of NumPy, which leaves no trace;
 * nothing outside of the module, and no attribute of it that is no buffer, begins to remember
   batches later;
 * learning rates, and the step after which training ends, follow a plan or public data, not losses

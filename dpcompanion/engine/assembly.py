@@ -1,7 +1,7 @@
 """Module, optimizer and loader of a private run, put together.
 
 The module gets Opacus's hooks, the loader its draws, the optimizer clip norms and noise. The
-accountant follows the optimizer, and a proof with the first batches comes before any step.
+accountant follows the optimizer, and a proof with the first batch comes before any step.
 """
 
 import functools

@@ -102,7 +102,7 @@ class Proof:
         self._own_loss, self._trained = own_loss, trainable(self._inner)
         self._shards = shards_of(hooks)  # of a module that is whole while it is proved
         self._state = None  # in which it was proved
-        self._batches = 0  # since then
+        self._batches = 1  # that were put through since, and the first
         #: What is known against the number that the module puts out; None where it is examples'.
         self.own_loss_mixes, self._numbers = None, False
         watched.register_forward_pre_hook(self._before, with_kwargs=True)

@@ -335,10 +335,10 @@ class PersonalTrainer(Trainer):
 
     def _close(self, folder):
         """Whatever ended the run, its keys go; and no finished run gets a second ending."""
-        own = [self._run_name] if self.taken == self.plan.steps else []
-        finished = list(dict.fromkeys([*_finished_runs(folder), *own]))
+        finished = _finished_runs(folder)
         try:
-            _note(folder, _noted(folder) | {"finished_runs": finished})
+            if self.taken == self.plan.steps and self._run_name not in finished:
+                _note(folder, _noted(folder) | {"finished_runs": [*finished, self._run_name]})
             for key in folder.glob(f"checkpoint-*/{key_file(STATE)}"):
                 key.unlink(missing_ok=True)
         except OSError as error:

@@ -21,7 +21,7 @@ neighbours differ in one example of that group, whose gradients are zero in one 
 The number of examples is public, and so is that of each group: noise, rates and clip norms are made
 of the groups' shares. Parameters are found conservatively: by RDP no group's `compute_epsilon`
 exceeds its target, and by PLD no group's delta at its target exceeds the target delta, though
-`compute_epsilon`, on another grid, may say 0.2% more of a small target.
+`compute_epsilon`, on another grid, may give up to 0.2% more than a small target.
 
 There may be as many groups as examples. All groups are searched side by side; of many different
 budgets some are searched, and the others lie between two of them: a budget decides its group's

@@ -964,6 +964,20 @@ def test_a_module_that_counts_its_passes_is_proved_ever_more_seldom():
     assert 9 < len(proofs) < 18  # with batches 1, 2, 4, ..., and twice as many states
 
 
+def test_it_is_proved_with_batches_1_2_4_and_8():
+    _, module, optimizer, criterion, loader = private(nn.Linear(4, 3), epochs=4)
+    proofs, prove, batches = [], optimizer._proof._prove, []
+    optimizer._proof._prove = lambda *args: (proofs.append(len(batches)), prove(*args))
+    for _ in range(4):
+        for x, y in loader:
+            batches.append(len(x))
+            optimizer.zero_grad()
+            criterion(module(x), y).backward()
+            optimizer.step()
+    assert len(batches) == 16 and min(batches) > 1 and max(batches) < 2 * batches[0]
+    assert proofs == [1, 2, 4, 8, 16]
+
+
 class ByData(nn.Module):
     """Takes examples one by one, in a way that depends on whether their first number is marked."""
 
