@@ -15,6 +15,7 @@ Traceback (most recent call last):
 ValueError: accountant must be one of 'pld', 'rdp', got 'gdp'
 """
 
+import difflib
 import math
 import numbers
 import operator
@@ -27,6 +28,7 @@ import torch
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=SupportsFloat)
 _BRACKETS = {"both": "[]", "left": "[)", "right": "(]", "neither": "()"}
+_MANY = 20  # names that a message lists
 
 
 def flat_doubles(name: str, value: Any) -> np.ndarray:
@@ -150,9 +152,15 @@ def generator(name: str, value: _T, *others: type) -> _T:
 
 
 def one_of(name: str, value: _T, allowed: Iterable[_T]) -> _T:
-    """`value` is one of the `allowed` names."""
+    """`value` is one of the `allowed` names, of which a message lists all, or the nearest three."""
     allowed = tuple(allowed)
     if value not in allowed:
+        if len(allowed) > _MANY and isinstance(value, str):
+            nearest = difflib.get_close_matches(value, map(str, allowed), n=3) or allowed[:3]
+            raise ValueError(
+                f"{name} must be one of {len(allowed)} names, such as "
+                f"{', '.join(map(repr, nearest))}, got {value!r:.80}"
+            )
         raise ValueError(
             f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r:.80}"
         )

@@ -23,6 +23,15 @@ def rounded(value: float, toward: Callable[[float], int], digits: int = 6) -> fl
     return float(context.create_decimal(repr(float(value))))
 
 
+def exactly(value: float) -> str:
+    """All digits of a number, as few as tell it from any other.
+
+    >>> exactly(1.23456789e-05), exactly(8.0), exactly(1000000)
+    ('1.23456789e-05', '8', '1000000')
+    """
+    return repr(value if isinstance(value, int) else float(value)).removesuffix(".0")
+
+
 def with_places(value: float, toward: Callable[[float], int], places: int = 3) -> str:
     """`value` with so many decimal places, rounded by math.ceil or math.floor.
 

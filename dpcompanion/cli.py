@@ -41,14 +41,7 @@ import sys
 from collections.abc import Sequence
 
 from dpcompanion import __version__
-from dpcompanion._rounding import rounded
-
-RELATION, SAMPLER = "add or remove one example", "Poisson"
-RELATIONS = {
-    "add-remove": RELATION,
-    "zero-out": "leave out the data of one example, the number of examples public",
-    "replace": "replace one example by another",
-}
+from dpcompanion._rounding import exactly, rounded
 
 # Each quantity: option, its other spelling if any, how it is read, and what it is.
 _OPTIONS = {
@@ -133,22 +126,16 @@ def _number(text: str) -> float:
         ) from None
 
 
-def exactly(value: float) -> str:
-    """All digits of a number, as few as tell it from any other.
-
-    >>> exactly(1.23456789e-05), exactly(8.0), exactly(1000000)
-    ('1.23456789e-05', '8', '1000000')
-    """
-    return repr(value if isinstance(value, int) else float(value)).removesuffix(".0")
-
-
 def _answer(arguments: argparse.Namespace) -> None:
     from dpcompanion import accounting
+    from dpcompanion.accounting.items import RELATION, SAMPLER
 
     name, parameters, toward, _ = _QUESTIONS[arguments.command]
     given = {parameter: getattr(arguments, parameter) for parameter in parameters}
     value = getattr(accounting, name)(**given, accountant=arguments.accountant)
     delta = given["delta"] if "delta" in given else given["target_delta"]
+    if arguments.examples is not None and not arguments.examples >= 1:
+        raise ValueError(f"examples must be at least 1, got {arguments.examples}")
     if arguments.examples is not None and delta * arguments.examples >= 1:
         print(
             f"dpcompanion {arguments.command}: warning: delta {exactly(delta)} is not below 1/n "
@@ -179,11 +166,21 @@ def _answer(arguments: argparse.Namespace) -> None:
 
 def _ledger(arguments: argparse.Namespace) -> None:
     from dpcompanion.accounting import Ledger
+    from dpcompanion.accounting.items import SAMPLER
+    from dpcompanion.accounting.ledger import RELATIONS_IN_WORDS
 
-    ledger = Ledger(relation=arguments.relation)
+    parts = []
     for file in arguments.files:
         try:
-            ledger = ledger.add(Ledger.from_json(os.path.join(os.curdir, file)))
+            parts.append(Ledger.from_json(os.path.join(os.curdir, file)))
+        except (ValueError, OSError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"{file}: {reason}") from None
+    stronger = "replace" if any(part.relation == "replace" for part in parts) else "add-remove"
+    ledger = Ledger(relation=arguments.relation or stronger)
+    for file, part in zip(arguments.files, parts):
+        try:
+            ledger = ledger.add(part)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
     if arguments.json:
@@ -192,7 +189,7 @@ def _ledger(arguments: argparse.Namespace) -> None:
             "epsilon": epsilon if math.isfinite(epsilon) else str(epsilon),
             "delta": arguments.delta,
             "accountant": "pld",
-            "neighbouring_relation": RELATIONS[ledger.neighbours],
+            "neighbouring_relation": RELATIONS_IN_WORDS[ledger.neighbours],
             "sampler": SAMPLER,
             **json.loads(ledger.to_json()),
         }
@@ -241,6 +238,7 @@ def _run(arguments: argparse.Namespace) -> None:
             )
             table = comparison.compare(record.name, live=record)
         print(table)
+        print(f"live: this run, preset {record.preset}; recorded, if there: preset paper")
         print(f"the record: {path}")
 
 
@@ -306,9 +304,8 @@ def _parser() -> argparse.ArgumentParser:
     ledger.add_argument(
         "--relation",
         choices=("add-remove", "replace"),
-        default="add-remove",
-        help="how neighbours differ: in one example that takes part or not (default), or by one "
-        "that replaces another",
+        help="how neighbours differ: in one example that takes part or not, or by one that "
+        "replaces another; by default as the files say, or else add-remove",
     )
     ledger.set_defaults(do=_ledger)
     _add_experiments(commands)
@@ -348,11 +345,18 @@ def _add_experiments(commands):
     listing = commands.add_parser(
         "list",
         help="the experiments and their records",
-        description="List the experiments and their records.",
+        description="List the experiments and, in brackets, their presets, each with how its "
+        "record stands: fresh, stale (made with other settings than today's) or missing. A quick "
+        "preset without a word has no record, which few have.",
     )
     listing.set_defaults(do=_list)
     for sub in (run, merge, listing):
-        sub.add_argument("--out", metavar="FOLDER", help="where records lie; ./results by default")
+        sub.add_argument(
+            "--out",
+            metavar="FOLDER",
+            help="where records lie; by default `results` of the checkout that dpcompanion is "
+            "imported from, whose records are replaced, and without one ./results",
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -366,11 +370,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # complains as it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # as a process that SIGPIPE ends
-    except (ValueError, FileNotFoundError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"dpcompanion {arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        goes_on = "; the same command goes on from here" if arguments.command == "run" else ""
+        print(f"stopped{goes_on}", file=sys.stderr)
         return 130
     return 0
 

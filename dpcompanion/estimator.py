@@ -123,42 +123,56 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
             _checks.number("epsilon", self.epsilon, 0, math.inf, closed="neither")
         _checks.number("delta", self.delta, 0, 1, closed="neither")
         _checks.number("learning_rate", self.learning_rate, 0, math.inf, closed="neither")
+        _checks.number("batch_size", self.batch_size, 0, math.inf, closed="neither")
         x, names = _columns(X), _names(X)
-        # as scikit-learn does: the columns' names, where they have any
-        vars(self).pop("feature_names_in_", None)
-        if names is not None:
-            self.feature_names_in_ = np.asarray(names, dtype=object)
-        lower, upper = (_checks.unlabelled(bound) for bound in (self.lower, self.upper))
-        self.classes_, self.n_features_in_ = np.unique(np.asarray(self.classes)), x.shape[1]
-        targets = _targets(y, self.classes_, len(x))
+        lower, upper = _bound("lower", self.lower, names), _bound("upper", self.upper, names)
+        classes = _classes(self.classes)
+        targets = _targets(y, classes, len(x))
         rows = None if people is None else by_person(x, targets, people, at_most=at_most)
         n = len(x) if rows is None else len(rows)
         budgets = budgets_for(self.epsilon if budgets is None else budgets, n)
-        left, self.scaler_ = 1.0, None
-        if self.lower is not None:
-            left, means = 1 - SHARE, x if rows is None else _means(x, rows, lower, upper)
+        scales = self.lower is not None
+        share = SHARE if scales else 0.0
+        unit = "person" if rows is not None and self.unit == "example" else self.unit
+        # Before anything is released: what the plan refuses costs nothing.
+        plan = DPSGDPlan.for_epsilons(
+            budgets - share * float(budgets.min()),
+            n=n,
+            delta=(1 - share) * self.delta,
+            batch_size=min(self.batch_size, n),
+            epochs=self.epochs,
+            max_grad_norm=self.max_grad_norm,
+            method=self.method,
+            unit=unit,
+        )
+        scaler = None
+        if scales:
             seed = self.random_state
             generator = None if seed is None else keyed_generator(derive_key(seed, "scaler"))
-            paid, bounds = SHARE * float(budgets.min()), {"lower": lower, "upper": upper}
-            bounds |= {"generator": generator, "unit": self.unit}
-            self.scaler_ = private_scaler(means, epsilon=paid, delta=SHARE * self.delta, **bounds)
-            x, budgets = self.scaler_.transform(x), budgets - paid
-        run: dict[str, Any] = {
-            "delta": left * self.delta,
-            "batch_size": min(self.batch_size, n),
-            "epochs": self.epochs,
-        }
-        run |= {"max_grad_norm": self.max_grad_norm, "method": self.method, "unit": self.unit}
-        plan = DPSGDPlan.for_epsilons(budgets, n=n, **run)
-        model = torch.nn.Linear(x.shape[1], len(self.classes_))
+            scaler = private_scaler(
+                x if rows is None else _means(x, rows, lower, upper),
+                lower=lower,
+                upper=upper,
+                epsilon=share * float(budgets.min()),
+                delta=share * self.delta,
+                generator=generator,
+                unit=unit,
+            )
+            x = scaler.transform(x)
+        x = x.float()
+        model = torch.nn.Linear(x.shape[1], len(classes))
         for parameter in model.parameters():
             torch.nn.init.zeros_(parameter)
         optimizer = torch.optim.SGD(model.parameters(), lr=self.learning_rate)
         options = {"seed": self.random_state, "people": people, "at_most": at_most}
-        self.history_ = train(
-            model, cross_entropy, (x, targets), plan, optimizer=optimizer, **options
-        )
-        self.ledger_ = Ledger([] if self.scaler_ is None else [self.scaler_]).add(self.history_)
+        history = train(model, cross_entropy, (x, targets), plan, optimizer=optimizer, **options)
+        # All of one fit, or nothing: what an error left half done is no release beside the ledger.
+        vars(self).pop("feature_names_in_", None)
+        if names is not None:  # as scikit-learn does
+            self.feature_names_in_ = np.asarray(names, dtype=object)
+        self.classes_, self.n_features_in_ = classes, x.shape[1]
+        self.scaler_, self.history_ = scaler, history
+        self.ledger_ = Ledger([] if scaler is None else [scaler]).add(history)
         self.coef_, self.intercept_ = (
             parameter.detach().numpy() for parameter in model.parameters()
         )
@@ -178,7 +192,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         if names is not None and fitted is not None and names != list(fitted):
             raise ValueError(f"X must have the columns {list(fitted)} in this order, got {names}")
         x = x if self.scaler_ is None else self.scaler_.transform(x)
-        return x.numpy() @ self.coef_.T + self.intercept_
+        return x.float().numpy() @ self.coef_.T + self.intercept_
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Probability of each class, (rows, k)."""
@@ -190,8 +204,36 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         return self.classes_[self._logits(X).argmax(1)]
 
 
+def _classes(classes):
+    try:
+        found = np.unique(np.asarray(list(classes)))
+    except TypeError:
+        found = np.zeros(0)
+    if len(found) < 1 or found.dtype.kind == "O":
+        raise ValueError(f"classes must be a list of labels of one type, got {classes!r:.80}")
+    return found
+
+
+def _bound(name, bound, columns):
+    """A bound in the order of the columns, where both have names."""
+    index = getattr(bound, "index", None)
+    if columns is None or index is None or callable(index):
+        return _checks.unlabelled(bound)
+    names = list(index)
+    if names and all(isinstance(each, str) for each in names):
+        if sorted(names) != sorted(columns):
+            raise ValueError(f"{name} must name the columns {columns}, got {names}")
+        bound = bound[columns]
+    return _checks.unlabelled(bound)
+
+
 def _targets(y, classes, rows):
     labels = np.asarray(_checks.unlabelled(y))
+    if labels.dtype.kind == "O" and any(
+        label is None or type(label).__name__ in ("NAType", "NaTType")
+        for label in labels.ravel().tolist()
+    ):
+        raise ValueError("y must hold a label in each row, got a row without one")
     if labels.shape != (rows,):
         raise ValueError(f"y must hold a label for each of {rows} rows, got shape {labels.shape}")
     places = np.searchsorted(classes, labels).clip(max=len(classes) - 1)
@@ -206,7 +248,7 @@ def _targets(y, classes, rows):
 def _means(x, rows, lower, upper):
     """The mean of each person's rows, (persons, d), between the bounds."""
     inside = x.clamp(*(torch.as_tensor(bound, dtype=x.dtype) for bound in (lower, upper)))
-    sums = torch.zeros(len(rows), x.shape[1]).index_add(0, rows.owners, inside)
+    sums = x.new_zeros(len(rows), x.shape[1]).index_add(0, rows.owners, inside)
     return sums / rows.counts[:, None]
 
 
@@ -217,7 +259,16 @@ def _names(X):
 
 
 def _columns(X):
-    x = torch.from_numpy(np.array(_checks.unlabelled(X), dtype=np.float32))
+    if hasattr(X, "toarray"):
+        raise ValueError(f"X must be dense, got a {type(X).__name__}: give X.toarray()")
+    try:
+        # float64 until columns are scaled: float32 holds no seconds of a timestamp
+        entries = np.asarray(_checks.unlabelled(X))
+        if entries.dtype.kind == "c":
+            raise ValueError("they are complex")
+        x = torch.from_numpy(np.array(entries, dtype=np.float64))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"X must be numbers in each row and column, but {error}") from None
     if x.ndim != 2 or not x.numel():
         raise ValueError(
             f"X must be of shape (rows, d), one of each at least, got {tuple(x.shape)}"

@@ -66,6 +66,7 @@ tensor([0.0...], dtype=torch.float64)
 
 import dataclasses
 import functools
+import hashlib
 import math
 import numbers
 
@@ -74,6 +75,7 @@ import torch
 from scipy.optimize import isotonic_regression
 
 from dpcompanion import _checks
+from dpcompanion._rounding import rounded
 from dpcompanion._types import Array
 from dpcompanion.accounting import Gaussian, LedgerEntry, gaussian_epsilon, gaussian_mu
 from dpcompanion.accounting.items import check_no_delta
@@ -210,6 +212,8 @@ class PrivateScaler:
         n: how many rows there were.
         epsilon, delta, relation, unit: what was asked for.
         seeded: whether the noise came from a `torch.Generator`.
+        key_fingerprint: a name of that generator's state: two scalers of one state share their
+            noise, which cancels in their difference. None where the noise has a key of its own.
     """
 
     mean: torch.Tensor
@@ -222,6 +226,7 @@ class PrivateScaler:
     relation: str = "add-remove"
     seeded: bool = False
     unit: str = "row"
+    key_fingerprint: str | None = None
 
     def transform(self, x: Array) -> torch.Tensor:
         """(x - mean) / scale of columns clipped to their bounds, (m, d), with x's type and device.
@@ -248,9 +253,10 @@ class PrivateScaler:
             if self.relation == "add-remove"
             else f"in one {self.unit} that is replaced"
         )
+        epsilon, delta = (rounded(value, math.ceil) for value in (self.epsilon, self.delta))
         return (
             f"Means and variances of {len(self.mean)} columns of {self.n} {self.unit}s (a public "
-            f"number) were released with Gaussian noise, ({self.epsilon:g}, {self.delta:g})-DP for "
+            f"number) were released with Gaussian noise, ({epsilon:g}, {delta:g})-DP for "
             f"neighbours that differ {neighbours} ({self.relation})."
             + (
                 " The noise was seeded, for research: anyone who knows the seed can subtract it."
@@ -266,7 +272,13 @@ class PrivateScaler:
         longer = _SCALER[self.relation] / _SCALER["add-remove"]
         noise = (1 - 1e-12) * longer / noise_ratio(self.epsilon, self.delta)
         item = Gaussian(noise, replaced=replaced * (1 + 1e-9))
-        return LedgerEntry(item, label="scaler", relation="zero-out", unit=self.unit)
+        return LedgerEntry(
+            item,
+            label="scaler",
+            relation="zero-out",
+            unit=self.unit,
+            key_fingerprint=self.key_fingerprint,
+        )
 
 
 #: By how much a row moves the sums of one column, for a scaler.
@@ -339,6 +351,7 @@ def private_scaler(
     z = ((x - middle) / half).clamp(-1, 1)
     sums = torch.cat([z.nansum(0), (z.square() - 0.5).nansum(0)])
     std = _SCALER[relation] * math.sqrt(d) / ratio
+    fingerprint = None if generator is None else _fingerprint(generator)
     means = _noisy(sums, std, generator, ratio=ratio, most=n, numbers=2 * d) / n
     mean, square = means[:d].clamp(-1, 1), means[d:] + 0.5
     variance = (square - mean.square()).clamp(min(std / n, 1.0), 1.0)
@@ -353,7 +366,14 @@ def private_scaler(
         relation,
         generator is not None,
         unit,
+        fingerprint,
     )
+
+
+def _fingerprint(generator):
+    """A name of a generator's state."""
+    state = generator.get_state().numpy().tobytes()
+    return hashlib.sha256(b"dpcompanion fingerprint\0" + state).hexdigest()[:32]
 
 
 def _bounds(name, value, d):

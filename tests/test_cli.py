@@ -323,3 +323,22 @@ def test_a_reader_who_has_seen_enough_ends_the_command_quietly():
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 141
+
+
+def test_a_ledger_keeps_the_relation_of_its_files(capsys, tmp_path):
+    file = tmp_path / "replace.json"
+    accounting.Ledger([accounting.Gaussian(5.0)], relation="replace").to_json(file)
+    assert cli.main(["ledger", str(file)]) == 0
+    assert "that replaces another" in capsys.readouterr().out
+    assert cli.main(["ledger", str(tmp_path / "none.json")]) == 2
+    assert "No such file" in capsys.readouterr().err
+    assert cli.main(["ledger", str(tmp_path)]) == 2
+    assert "directory" in capsys.readouterr().err.lower()
+
+
+def test_a_name_that_is_nearly_right_is_answered_with_the_nearest(capsys):
+    assert cli.main(["run", "idp-sgd/table7"]) == 2
+    said = capsys.readouterr().err
+    assert "'idp-sgd/table-7'" in said and len(said) < 300
+    assert cli.main(["run", "idp-sgd/table-3"]) == 2
+    assert "preset must be given" in capsys.readouterr().err

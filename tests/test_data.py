@@ -1,6 +1,7 @@
 import gc
 import gzip
 import hashlib
+import io
 import pickle
 import sys
 import types
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from dpcompanion import data
+from dpcompanion.data.files import PlainUnpickler
 
 from .refusals import refused, refuses
 
@@ -407,3 +409,34 @@ def test_any_other_failure_of_torchvision_is_passed_on(monkeypatch, _torchvision
     _importer(monkeypatch, [RuntimeError("something else")])
     with pytest.raises(RuntimeError, match="something else"):
         data.import_torchvision()
+
+
+class Forged:
+    """Pickled, an array whose dtype says that plain bytes are pointers."""
+
+    class Dtype:
+        def __reduce__(self):
+            fields = {"a": (np.dtype("O"), 0)}
+            return np.dtype, ("V8", False, True), (3, "|", None, ("a",), fields, 8, 1, 1)
+
+    def __reduce__(self):
+        state = 1, (1,), self.Dtype(), False, b"A" * 8
+        return np.empty(0).__reduce__()[0], (np.ndarray, (0,), b"b"), state
+
+
+def test_a_pickled_array_is_no_more_than_its_numbers():
+    def read(content, protocol=2):
+        source = io.BytesIO(pickle.dumps({b"data": content}, protocol=protocol))
+        return PlainUnpickler(source, encoding="bytes").load()[b"data"]
+
+    with pytest.raises(pickle.UnpicklingError, match="no place"):
+        read(Forged())
+    with pytest.raises(pickle.UnpicklingError, match="no place"):
+        read(np.array([None], dtype=object))
+    for values in (
+        np.arange(12, dtype=np.uint8).reshape(3, 4),
+        np.asfortranarray(np.arange(6, dtype=">i4").reshape(2, 3)),
+        np.linspace(0, 1, 5),
+    ):
+        for protocol in (2, 3, 4):
+            assert np.array_equal(np.asarray(read(values, protocol)), values)

@@ -188,3 +188,63 @@ def test_two_classes_have_one_decision_as_scikit_learn_asks():
     assert decision.shape == (few.sum(),)
     assert (found.predict(DIGITS[few]) == found.classes_[(decision > 0).astype(int)]).all()
     assert roc_auc_score(LABELS[few], decision) > 0.9
+
+
+def columns(rows=200):
+    g = np.random.default_rng(0)
+    x = g.normal(size=(rows, 2))
+    return x, (x[:, 0] > 0).astype(int)
+
+
+def test_a_fit_that_fails_leaves_the_one_before():
+    x, y = columns()
+    model = DPLogisticRegression(epochs=2, lower=-4, upper=4, random_state=0).fit(x, y)
+    before = dict(vars(model))
+    for wrong in ({"method": "x"}, {"classes": ("no", "yes")}, {"epochs": -1}):
+        with pytest.raises(ValueError):
+            model.set_params(**wrong).fit(x, y)
+        model.set_params(**{name: before[name] for name in wrong})
+        assert all(vars(model)[name] is value for name, value in before.items())
+
+
+def test_bounds_with_names_are_those_of_their_columns():
+    pandas = pytest.importorskip("pandas")
+    x, y = columns()
+    table = pandas.DataFrame(x * [1, 1000], columns=["age", "income"])
+    bounds = {"income": 4000.0, "age": 4.0}
+    upper = pandas.Series(bounds)
+    model = DPLogisticRegression(epochs=1, lower=-upper, upper=upper).fit(table, y)
+    assert model.scaler_.upper.tolist() == [4.0, 4000.0]
+    model.set_params(upper=upper.rename({"age": "weight"}))
+    with pytest.raises(ValueError, match="upper must name the columns"):
+        model.fit(table, y)
+
+
+def test_columns_with_a_large_offset_keep_their_digits():
+    seconds = 1.7e9 + np.linspace(0, 100, 600)[:, None]
+    late = (seconds[:, 0] > 1.7e9 + 50).astype(int)
+    run = dict(epsilon=50.0, epochs=10, lower=1.7e9, upper=1.7e9 + 100, random_state=0)
+    assert DPLogisticRegression(**run).fit(seconds, late).score(seconds, late) > 0.95
+
+
+def test_what_is_no_table_of_numbers_is_refused_by_name():
+    sparse = pytest.importorskip("scipy.sparse")
+    x, y = columns()
+    model = DPLogisticRegression(epochs=1)
+    for given, labels, words in (
+        (sparse.csr_matrix(x), y, "X must be dense"),
+        (x * 1j, y, "X must be numbers"),
+        ([["a", "b"]] * len(y), y, "X must be numbers"),
+        (x, [None] * len(y), "y must hold a label in each row"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model.fit(given, labels)
+    for name, value in (("batch_size", "a"), ("classes", ()), ("classes", None)):
+        with pytest.raises(ValueError, match=name):
+            clone(model).set_params(**{name: value}).fit(x, y)
+
+
+def test_with_persons_the_statement_is_of_persons():
+    x, y = columns()
+    model = DPLogisticRegression(epochs=1).fit(x, y, people=np.arange(200) // 2, at_most=2)
+    assert "one person" in model.ledger_.statement()

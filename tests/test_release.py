@@ -522,3 +522,19 @@ def test_whose_gradients_vanish_moves_no_other_persons_epsilon(accountant):
         found = epsilons([person])
         assert torch.allclose(found[:, beside], all_[:, beside], rtol=1e-11, atol=0)
         assert found[0, person] == 0 < all_[0, person]
+
+
+def test_two_scalers_of_one_generators_state_do_not_add_up():
+    x = torch.rand(50, 2, generator=torch.Generator().manual_seed(1))
+
+    def scaler(generator):
+        run = dict(lower=0, upper=1, epsilon=0.12345649, delta=1.00000049e-6)
+        return private_scaler(x, **run, generator=generator)
+
+    generator = torch.Generator().manual_seed(0)
+    first, second = scaler(generator), scaler(generator)
+    again = scaler(torch.Generator().manual_seed(0))
+    assert len(Ledger([first, second, scaler(None), scaler(None)])) == 4
+    with pytest.raises(ValueError, match="shares that of scaler"):
+        Ledger([first, again])
+    assert "(0.123457, 1.00001e-06)-DP" in first.statement()

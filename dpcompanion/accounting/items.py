@@ -29,7 +29,7 @@ ledger: plans, histories, trackers, accountants and filters of this library do.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -170,10 +170,25 @@ def to_dict(item: Item) -> dict[str, Any]:
     return {"kind": type(item).__name__, **dataclasses.asdict(item)}
 
 
+#: What the command line prints beside runs and ledgers, of which these hold.
+SAMPLER = "Poisson"
+RELATIONS_IN_WORDS = {
+    "add-remove": "add or remove one example",
+    "zero-out": "leave out the data of one example, the number of examples public",
+    "replace": "replace one example by another",
+}
+RELATION = RELATIONS_IN_WORDS["add-remove"]
 _BESIDE_A_RUN = {
     *("epsilon", "delta", "target_epsilon", "target_delta", "accountant"),
     *("neighbouring_relation", "sampler"),
 }
+
+
+def check_said(held: dict[str, Any], relations: Iterable[str] = (RELATION,)) -> None:
+    """What a file says of relation and sampler is what its runs count as here."""
+    for name, allowed in (("neighbouring_relation", relations), ("sampler", (SAMPLER,))):
+        if name in held:
+            _checks.one_of(name, held[name], allowed)
 
 
 def from_dict(entry: Any, *, strict: bool = True) -> Item:
@@ -193,6 +208,8 @@ def from_dict(entry: Any, *, strict: bool = True) -> Item:
         raise ValueError(
             f"source must hold {', '.join(names)} of a {kind}, got {', '.join(sorted(unknown))} too"
         )
+    if not strict:
+        check_said(values)
     try:
         return ITEMS[kind](**{name: values[name] for name in names if name in values})
     except TypeError:
@@ -286,10 +303,33 @@ class PersonalCosts:
             if not counts.numel():  # of no kinds: empty lists say nothing of a type
                 counts = counts.to(torch.int64)
             return cls(tuple(from_dict(kind) for kind in held["kinds"]), counts)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, RuntimeError) as error:
             raise ValueError(
                 f"source must hold kinds and counts of people, got {held!r:.80}: {error}"
             ) from None
+
+
+def _exceeds(costs, item):
+    """Whether some person's own costs are seen to be more than an item of the same kind, up to the
+    rounding of noise: a larger rate, less noise, more steps, or a larger epsilon or delta.
+    """
+    hair = 1 + 1e-9
+    taken = costs.counts > 0
+    kinds = [kind for kind, some in zip(costs.kinds, taken.any(0)) if some]
+    if not kinds or not all(type(kind) is type(item) for kind in kinds):
+        return False
+    if isinstance(item, SampledGaussian):
+        steps = torch.tensor([kind.steps for kind in costs.kinds], dtype=torch.int64)
+        return bool(((costs.counts * steps).sum(1) > item.steps).any()) or any(
+            kind.sample_rate > hair * item.sample_rate
+            or hair * kind.noise_multiplier < item.noise_multiplier
+            for kind in kinds
+        )
+    if isinstance(item, Guarantee):
+        return any(
+            kind.epsilon > hair * item.epsilon or kind.delta > hair * item.delta for kind in kinds
+        ) or bool((costs.counts.sum(1) > 1).any())
+    return False
 
 
 # What JSON holds of an entry as it is.
@@ -342,7 +382,10 @@ class LedgerEntry:
         if self.key_fingerprint is not None and not isinstance(self.key_fingerprint, str):
             raise ValueError(f"key_fingerprint must be a text, got {self.key_fingerprint!r:.80}")
         if self.people is not None:
-            indices = torch.as_tensor(_checks.unlabelled(self.people))
+            try:
+                indices = torch.as_tensor(_checks.unlabelled(self.people))
+            except (TypeError, ValueError, RuntimeError):
+                raise ValueError(f"people must be indices, got {self.people!r:.80}") from None
             if not indices.numel():  # of nobody: an empty list says nothing of a type
                 indices = indices.to(torch.int64)
             if indices.ndim != 1 or indices.is_floating_point() or indices.dtype == torch.bool:
@@ -362,6 +405,13 @@ class LedgerEntry:
                 "people must be as many as have costs of their own, got "
                 f"{' and '.join(map(str, sizes))}"
             )
+        for name in ("promised", "account"):
+            costs = getattr(self, name)
+            if costs is not None and _exceeds(costs, self.item):
+                raise ValueError(
+                    f"{name} must hold none that costs more than item, {self.item!r}, got "
+                    f"{costs!r:.120}"
+                )
 
     @property
     def size(self) -> int | None:

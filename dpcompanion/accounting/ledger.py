@@ -68,18 +68,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dpcompanion import _checks
-from dpcompanion._rounding import rounded
+from dpcompanion import _checks, _files
+from dpcompanion._rounding import exactly, rounded
 from dpcompanion.accounting import inclusion_bound, mixed
 from dpcompanion.accounting.composed import ComposedLoss
 from dpcompanion.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
 from dpcompanion.accounting.items import (
+    RELATIONS_IN_WORDS,
     Gaussian,
     Guarantee,
     Item,
     Laplace,
     LedgerEntry,
     SampledGaussian,
+    check_said,
     entry_of,
     guarantee_replaced,
     one_of_many,
@@ -97,6 +99,10 @@ _NODES = 1 << 12  # epsilons of a curve, in even steps and as many in even ratio
 _MU_NODES = 2000  # epsilons at which mu is looked at
 _ADDED_UP_NODES = 50  # points of a curve where no grid resolves the loss
 RELATIONS = ("add-remove", "replace")
+# What a file of a ledger holds, with what `dpcompanion ledger --json` prints beside it.
+_OF_A_FILE = {"ledger", "relation"} | {
+    *("epsilon", "delta", "accountant", "neighbouring_relation", "sampler")
+}
 _WHOM = {
     "add-remove": "Neighbours differ by adding or removing one {unit}",
     "zero-out": "Neighbours differ in one {unit}, whose data are left out of one of them "
@@ -135,6 +141,8 @@ class Ledger:
     def __init__(self, items: Iterable[Any] = (), *, relation: str = "add-remove"):
         self.relation = _checks.one_of("relation", relation, RELATIONS)
         self._entries: tuple[LedgerEntry, ...] = ()
+        if not isinstance(items, Iterable):
+            raise ValueError(f"items must be a list, got {items!r:.80}")
         for item in items:
             self._entries = self.add(item)._entries
         self._composed: dict[Any, Any] = {}
@@ -750,14 +758,14 @@ class Ledger:
         >>> print(ledger.statement())
         Neighbours differ by adding or removing one example; Poisson sampling; accountant pld.
         Composed: 500 steps at rate 0.01 with noise multiplier 1; Laplace noise of scale 10 (count).
-        Together epsilon 1.369 at delta 1e-05, of which the grid adds at most 7.9e-06.
+        Together epsilon 1.369 at delta 1e-05, of which the grid adds about 7.9e-06.
         """
         epsilon, error = self.epsilon(delta), self.error(delta)
         units, relations = self.units, {entry.relation for entry in self._entries}
         whom = _WHOM[self.neighbours].format(unit=units[0] if len(units) == 1 else "unit")
         if len(units) > 1:
             named = " or ".join(f"one {unit}" for unit in units)
-            whom += f", where a unit is {named}, as each item says"
+            whom += f", where a unit is {named}, as each item says, and nobody has two of a kind"
 
         def about(entry):
             named = [f"one {entry.unit}"] if len(units) > 1 else []
@@ -770,7 +778,7 @@ class Ledger:
         items = "; ".join(said(entry, *about(entry)) for entry in self._entries)
         text = (
             f"{whom}; Poisson sampling; accountant pld. Composed: {items or 'nothing'}. Together "
-            f"epsilon {_up(epsilon)} at delta {delta:g}"
+            f"epsilon {_up(epsilon)} at delta {exactly(delta)}"
         )
         infinite = self._infinite()
         if epsilon == math.inf and delta < infinite < 1:
@@ -778,7 +786,7 @@ class Ledger:
         elif error == math.inf:
             text += ", which adds up the items' epsilons: no grid resolves so little noise."
         else:
-            text += f", of which the grid adds at most {_up(error, 2)}." if error else "."
+            text += f", of which the grid adds about {_up(error, 2)}." if error else "."
         if self.n is not None:
             text += " This was promised beforehand, to every person."
             if any(entry.account is not None for entry in self._entries):
@@ -797,7 +805,9 @@ class Ledger:
             held["relation"] = self.relation
         text = json.dumps(held, indent=1 if self.n is None else None)
         if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
+            # readable for its owner alone, where it tells of persons
+            mode = 0o666 if self.n is None else 0o600
+            _files.replace(path, (text + "\n").encode(), mode=mode)
         return text
 
     @classmethod
@@ -810,15 +820,23 @@ class Ledger:
         Raises:
             ValueError: what is no ledger; FileNotFoundError where there is no file.
         """
+        if not isinstance(source, (str, os.PathLike)) or source == "":
+            raise ValueError(f"source must be a JSON text or a file, got {source!r:.80}")
         text = str(source)
-        if not text.lstrip().startswith(("{", "[")):
+        if isinstance(source, os.PathLike) or not text.lstrip().startswith(("{", "[")):
             text = Path(source).read_text(encoding="utf-8")
         try:
-            held = json.loads(text)
-        except json.JSONDecodeError as error:
+            held = json.loads(text, object_pairs_hook=_once)
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(
                 f"source must be a ledger in JSON, got {text[:80]!r}: {error}"
             ) from None
+        if isinstance(held, dict) and "ledger" in held:
+            if unknown := set(held) - _OF_A_FILE:
+                raise ValueError(
+                    f"source must hold a ledger, got {', '.join(sorted(unknown))} beside it too"
+                )
+            check_said(held, RELATIONS_IN_WORDS.values())
         entries = held.get("ledger", [held]) if isinstance(held, dict) else held
         relation = (
             held.get("relation", "add-remove")
@@ -872,6 +890,16 @@ class Ledger:
             return dp_accounting.SelfComposedDpEvent(sampled, item.steps)
 
         return dp_accounting.ComposedDpEvent([event(item) for item in self.items])
+
+
+def _once(pairs):
+    """A JSON object that says nothing twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"source must say each thing once, got {twice!r} twice")
+    return found
 
 
 def _up(value, digits=4):

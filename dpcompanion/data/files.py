@@ -8,6 +8,7 @@ import hashlib
 import io
 import lzma
 import pickle
+import re
 import sys
 import urllib.request
 import zipfile
@@ -211,7 +212,10 @@ def arrays_of(path):
     try:
         with np.load(path, allow_pickle=False) as file:
             return {key: file[key] for key in file.files}
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
+    except (
+        *(ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error),
+        *(AttributeError, TypeError),  # of one array alone, which is no archive
+    ) as error:
         raise damaged_file(path, error) from None
 
 
@@ -248,15 +252,46 @@ def idx_array(path, verify):
     return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
 
 
-class PlainUnpickler(pickle.Unpickler):
-    """Reads the arrays, numbers and strings of the CIFAR batches, and refuses everything else."""
+class _Dtype:
+    """What a pickled dtype says, as text: NumPy's own would believe any flags and fields."""
 
-    ALLOWED = {
-        "encode": codecs.encode,
-        "ndarray": np.ndarray,
-        "dtype": np.dtype,
-        "_reconstruct": np.empty(0).__reduce__()[0],
-    }
+    def __init__(self, kind, *_):
+        self.kind = kind if isinstance(kind, str) else kind.decode("ascii")
+        if not re.fullmatch("[biuf][1248]", self.kind):
+            raise pickle.UnpicklingError(f"arrays of {self.kind!r} have no place in it")
+        self.order = "="
+
+    def __setstate__(self, state):
+        self.order = state[1] if isinstance(state[1], str) else state[1].decode("ascii")
+
+
+class _Array:
+    """A pickled array: a shape and the bytes of plain numbers."""
+
+    def __init__(self, *_):
+        self.values = np.zeros(0)
+
+    def __setstate__(self, state):
+        _, shape, dtype, by_column, content = state
+        order = "" if dtype.order == "|" else dtype.order
+        if order not in ("", "=", "<", ">"):
+            raise pickle.UnpicklingError(f"a byte order of {order!r} has no place in it")
+        kind = np.dtype(order + dtype.kind)
+        values = np.frombuffer(content, kind)
+        self.values = values.reshape(shape, order="F" if by_column else "C")
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.values, dtype=dtype)
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads the arrays, numbers and strings of the CIFAR batches, and refuses everything else.
+
+    No object of NumPy is made from what the file says of one: its arrays come as what
+    `numpy.asarray` takes.
+    """
+
+    ALLOWED = {"encode": codecs.encode, "ndarray": _Array, "dtype": _Dtype, "_reconstruct": _Array}
 
     def find_class(self, module, name):
         if module.split(".")[0] in ("numpy", "_codecs") and name in self.ALLOWED:

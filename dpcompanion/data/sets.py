@@ -142,11 +142,12 @@ def _read_cifar10(folder, verify):
         content = content_of(path, verify)
         try:
             batch = PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
-            images = batch[b"data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+            images = np.asarray(batch[b"data"]).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+            labels = np.asarray(batch[b"labels"])
         except Exception as error:
             raise damaged_file(path, error) from None
         batches.append(
-            Part(checked_images(path, images), checked_labels(path, batch[b"labels"], len(images)))
+            Part(checked_images(path, images), checked_labels(path, labels, len(images)))
         )
     train = Part(
         np.concatenate([b.features for b in batches[:-1]]),
@@ -227,7 +228,7 @@ def _read_covertype(folder, verify):
         table = np.array(
             content.replace(b"\n", b",").rstrip(b",").split(b","), dtype=np.int16
         ).reshape(-1, 55)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise damaged_file(path, error) from None
     whole = Part(table[:, :-1].astype(np.float32), table[:, -1].astype(np.int64) - 1)
     # UCI's own split: the first 11340 rows, the next 3780, the rest.
@@ -269,7 +270,7 @@ def _read_imdb(folder, verify):
             len(fields) < 5
             or fields[0] not in rows
             or fields[1] not in ("neg", "pos")
-            or not fields[3].isdigit()
+            or not (fields[3].isdecimal() and len(fields[3]) < 4)
         ):
             raise damaged_file(
                 path, f"line {number} is no `split<TAB>label<TAB>number<TAB>stars<TAB>text`"

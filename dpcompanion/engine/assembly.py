@@ -69,7 +69,7 @@ def _rearranged(rearrange, rows, *, module, backprops, batch_first, **options):
         raise ValueError(
             "module must call each of its layers with one row for each example, but "
             f"{type(module).__name__} was given {found} in a batch of {n}: give it all rows, and "
-            "choose among what comes out"
+            "choose among what comes out; a batch in pieces takes Opacus's BatchMemoryManager"
         )
     return rearrange(module=module, backprops=backprops, batch_first=batch_first, **options)
 

@@ -116,6 +116,7 @@ class FixedBudgets:
         return {
             "rates": self._rates,
             "noises": self._noises,
+            "norms": self._norms,
             "budgets": self._budgets,
             "target_delta": self._target_delta,
             "planned": self.planned,

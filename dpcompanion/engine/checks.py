@@ -301,6 +301,26 @@ def _check_plain(module):
             )
 
 
+def _unsupported(module, error):
+    """In words, what Opacus's validator found, once each."""
+    norms = [
+        f"{name or 'module'!r}"
+        for name, part in module.named_modules()
+        if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
+        and any(p.requires_grad for p in part.parameters())
+    ]
+    if norms:
+        others = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
+        return (
+            f"BatchNorm in {norms[0]}{others} mixes those of a batch: use GroupNorm, as "
+            "opacus.validators.ModuleValidator.fix(module) does before the optimizer is made, or "
+            "take a pretrained BatchNorm in evaluation mode and with frozen weights, eval() and "
+            "requires_grad_(False), after each module.train()"
+        )
+    found = error.args[0] if error.args and isinstance(error.args[0], list) else [error]
+    return "; ".join(dict.fromkeys(map(str, found)))
+
+
 def check_module(engine, module, optimizer, mode, ranks):
     if mode == "ghost" and is_sharded(module):
         check_sharded(module, ranks)
@@ -316,15 +336,8 @@ def check_module(engine, module, optimizer, mode, ranks):
         with plain_types(module):
             engine.validate(module=module, optimizer=None, data_loader=None)
     except Exception as error:
-        frozen = any(
-            isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in module.modules()
-        )
-        cure = (
-            " A pretrained BatchNorm is taken in evaluation mode and with frozen weights, eval() "
-            "and requires_grad_(False), after each module.train()."
-        )
         raise UnsupportedModuleError(
-            f"module must compute each example by itself, but: {error}{cure if frozen else ''}"
+            f"module must compute each example by itself, but {_unsupported(module, error)}"
         ) from error
     check_layers(module, mode)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}

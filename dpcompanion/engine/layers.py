@@ -13,6 +13,9 @@ and packed batches.
   shape (T, d) or (1, T, d), adds them to each example by broadcasting. Then the layer gets one sum
   of all examples' gradients, and nobody's own. So such a layer is asked for the positions of each
   example: the sum that follows is the same.
+* Its backward hooks stand behind what a layer puts out, which nobody may overwrite then, as
+  ``relu_`` and ``y += x`` do in every ResNet of torchvision. Here they stand at the node of the
+  graph that the output comes from.
 * Rows of a packed sequence are in the order of falling length. Where that is not the order of the
   batch, Opacus gives an example the gradient of another, so it is refused in whichever batch it
   comes.
@@ -137,8 +140,32 @@ def mend(hooks, dim=0):
             layer.ft_compute_sample_grad = functools.partial(
                 _by_functorch, layer.ft_compute_sample_grad
             )
+    for layer in hooks._module.modules():
+        _listen_to_outputs(layer)
     if isinstance(hooks, nn.Module):
         hooks.forward = functools.partial(_forward, hooks, hooks.forward, dim)
+
+
+def _listen_to_outputs(layer):
+    """Opacus's backward hook of the layer, if it has one, waits at the node that its output comes
+    from, and receives what the layer itself would: after all hooks of the output.
+    """
+    for key, hook in list(layer._backward_hooks.items()):
+        if getattr(getattr(hook, "func", None), "__name__", "") == "capture_backprops_hook":
+            del layer._backward_hooks[key]
+            layer.register_forward_hook(functools.partial(_listen, hook))
+
+
+def _listen(hook, layer, _, output):
+    first = next(filter(torch.is_tensor, tree_leaves(output)), None)
+    if first is not None and first.grad_fn is not None:
+        arrives = functools.partial(_arrives, hook, layer, first.output_nr)
+        first.grad_fn.register_prehook(arrives)
+
+
+def _arrives(hook, layer, place, gradients):
+    if gradients[place] is not None:
+        hook(layer, None, (gradients[place],))
 
 
 def _forward(hooks, forward, dim, *args, **kwargs):

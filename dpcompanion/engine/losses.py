@@ -219,9 +219,9 @@ class LossWatch:
         if self._around:
             raise ValueError(
                 "loss must be made of the outputs of the module that the engine returned, but a "
-                "gradient reached its weights by another way, as of what a hook took from inside "
-                "of it: put out what "
-                "the loss needs; " + self._ways_out()
+                "gradient reached its weights by another way, as of a penalty on weights, which "
+                "belongs to the optimizer (weight_decay), or of what a hook took from inside: put "
+                "out what the loss needs; " + self._ways_out()
             )
         for p, versions in (self._left or {}).items():
             changed = versions is not None and _versions(p) != versions
@@ -250,8 +250,9 @@ class LossWatch:
         if self._beside is not None and self._beside[1] is batch:
             raise ValueError(
                 "loss must be made of the outputs of the module that the engine returned, but a "
-                "gradient came back to "
-                f"its layer {self._beside[0]!r} that was called by itself; " + self._ways_out()
+                f"gradient came back to its layer {self._beside[0]!r} that was called by itself, "
+                "or in the module that the engine was given: call the returned one; "
+                + self._ways_out()
             )
         if not batch:
             return  # and no gradient of a row, whether there was a way back or not
@@ -379,8 +380,8 @@ class LossWatch:
             )
         return best or (
             "the gradient that reaches the module's outputs is that of no loss that is known to be "
-            "so (cross entropy, binary cross entropy, squared, absolute and Huber errors and "
-            "others, of the loader's batch)"
+            "so (cross entropy, binary cross entropy, squared and absolute errors, Huber's with "
+            "delta 1 and others, of the loader's batch)"
         )
 
     def _compare_calls(self, one, n, count):

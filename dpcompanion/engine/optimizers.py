@@ -216,9 +216,10 @@ class Following(DPOptimizer):
         self._check_handed_out(batch, len(norms))
         if self._proof is not None and self._proof.open and len(self._noted.handed_out) > 1:
             raise ValueError(
-                "module must take tensors with the examples along one axis, and put out tensors "
-                "that depend on its weights: with this batch it could not be proved that it treats "
-                "examples one by one, which prove=False takes on your word"
+                "module must be called as the engine returned it, take tensors with the examples "
+                "along one axis, and put out tensors that depend on its weights: with this batch "
+                "it could not be proved that it treats examples one by one, which prove=False "
+                "takes on your word"
             )
         if self._watch is not None:
             self._watch.check()

@@ -108,6 +108,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
     """
 
     def __init__(self, *, accountant: str = "pld", secure_mode: bool = False):
+        """See the class, not Opacus's."""
         _checks.one_of("accountant", accountant, accounting.ACCOUNTANTS)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that its own secure mode is off
@@ -126,8 +127,10 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         return None if self.people is None else self.people.persons
 
     def make_private(self, **_: Any) -> NoReturn:
+        """Always raises ValueError: this engine needs budgets (`make_private_with_budgets`)."""
         raise ValueError(
-            "IndividualizedPrivacyEngine needs budgets: call make_private_with_budgets, or use "
+            "IndividualizedPrivacyEngine needs budgets: call make_private_with_budgets, of which "
+            "target_epsilons may be one number for all, or make_private_with_filter, or use "
             "opacus.PrivacyEngine"
         )
 
@@ -208,7 +211,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 the module treats examples one by one and uses every weight in its layer only.
             trust_loss: True leaves the loop's loss unchecked. If it is no mean (or sum) of losses
                 of which each depends on one example, no epsilon holds; `statement` says that your
-                word was taken.
+                word was taken. Only what comes by way of layers is trained with, no penalty on
+                weights.
             people: None where each item of the data set is an example. Or who each item belongs to,
                 (rows,), by names of any type that `dpcompanion.training.by_person` takes: then
                 draws, clip norms, budgets and epsilons are of persons. A person's gradient is the
@@ -466,12 +470,13 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 "one"
             )
         check_loader(data_loader)
-        if settings.people is None:
-            check_distinct(data_loader.dataset, "data_loader")
+        units = settings.units_of(data_loader, grad_sample_mode)
+        owners = None if units.ownership is None else units.ownership.owners
+        check_distinct(data_loader.dataset, "data_loader", owners)
         check_module(self, module, optimizer, grad_sample_mode, distributed.current())
         if is_sharded(module) and not settings.wrap_model:
             raise ValueError("wrap_model must be True where the module is sharded, got False")
-        return settings.units_of(data_loader, grad_sample_mode)
+        return units
 
     def _calibrate(self, method, budgets, run, max_grad_norm, sample_weight, noise_range):
         """Set what each example gets; returns the noise multiplier."""

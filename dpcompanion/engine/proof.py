@@ -163,12 +163,18 @@ class Proof:
         except (ValueError, torch.cuda.OutOfMemoryError):
             raise
         except Exception as error:
+            cause = (
+                "parameters that belong to no layer are differentiated with all that their module "
+                "contains, which may then not be random: leave out dropout in it, or give these "
+                "parameters a small module of their own"
+                if "randomness" in str(error)
+                else "the cause is unknown: try the module with a batch of that size, without the "
+                "engine, then another grad_sample_mode ('hooks' takes most layers)"
+            )
             raise UnsupportedModuleError(
                 f"module must take {self.rows} example{'s' * (self.rows > 1)} of the batch by "
                 f"themselves, forwards and backwards, but in {culprit(error, self._hooks)} there "
-                f"was {type(error).__name__}: {error!s:.300}; the cause is unknown: try the module "
-                "with a batch of that size, without the engine, then another grad_sample_mode "
-                "('hooks' takes most layers)"
+                f"was {type(error).__name__}: {error!s:.300}; {cause}"
             ) from error
 
     def _prove_known(self, batch, parameters):

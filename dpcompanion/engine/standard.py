@@ -110,6 +110,11 @@ def resemblance(loss, gradient, found, bound, n, mean):
         return None
     known = factors[~factors.isnan()]
     if float(known.max() - known.min()) <= 10 * bound * float(known.max()):
+        if mean and len(known) < n and abs(float(known.mean()) * len(known) / n - 1) < 1e-2:
+            return (
+                f"it looks like {loss.name} over the {len(known)} of {n} examples that have one, "
+                "as with ignore_index, so that what one contributes depends on how many others do"
+            )
         return f"it looks like {loss.name} that {scaled(float(known.mean()), n, mean=mean)}"
     if loss.of_outputs_alone or gradient[0].numel() == 1 and loss.classes is None:
         return None  # of one number each, every gradient is a multiple

@@ -198,7 +198,7 @@ class Discrete:
 
     Args:
         p, q: sequences of the same length that sum to 1. Where q is 0 and p is not, the loss is
-            infinite.
+            infinite. Some output is possible with both.
     """
 
     def __init__(self, p, q):
@@ -210,6 +210,11 @@ class Discrete:
         for name, values in (("p", self.p), ("q", self.q)):
             if abs(values.sum() - 1) > 1e-9:
                 raise ValueError(f"{name} must sum to 1, got {values.sum():g}")
+        if not ((self.p > 0) & (self.q > 0)).any():
+            raise ValueError(
+                "p and q must both allow some output, got two that share none: every output tells "
+                "whether the example is there, and delta is 1 at each epsilon"
+            )
 
     def _losses(self, direction):
         p, q = (self.p, self.q) if direction == "remove" else (self.q, self.p)

@@ -30,6 +30,9 @@ _ROUNDS, _READINGS = 8, 20
 # Seeds with which items asked for together are read: a data set that mixes them with probability p
 # goes unseen with probability (1 - p)^16, 0.3% for p = 0.3.
 _DRAWS = 16
+# pairs of readings by which running statistics are noticed: those that give the direction in which
+# an item follows what was read before it, and those that all must confirm it, 2^-14 by chance
+_PAIRS = 6, 14
 
 
 def check_data(x, y, n=None):
@@ -80,7 +83,8 @@ def check_types(model, x):
         if x.is_floating_point() and x.dtype != dtype:
             raise ValueError(
                 f"data must have the model's type, {dtype}, but its inputs are {x.dtype}; "
-                f"use x.to({dtype}) or model.to({x.dtype})"
+                f"use x.to({dtype}), of an array x.astype({str(dtype).removeprefix('torch.')!r}), "
+                f"or model.to({x.dtype})"
             )
 
 
@@ -356,9 +360,10 @@ def same_items(a, b):
         return a is b
 
 
-def check_distinct(dataset, name="data"):
+def check_distinct(dataset, name="data", owners=None):
     """Refuse a data set that holds an item several times, as by oversampling: one example would
-    count as several, and move a sum by several clip norms.
+    count as several, and move a sum by several clip norms. Where each item has an owner, one of
+    `owners` (rows,), refuse an item of several.
 
     Seen are parts of data sets (`Subset`), their concatenations, and parts and concatenations of
     these; items of other data sets are taken for different ones.
@@ -371,6 +376,15 @@ def check_distinct(dataset, name="data"):
         sets * (1 + places.max(initial=0)) + places, return_index=True, return_inverse=True
     )
     again = np.flatnonzero(first[which] != np.arange(len(which)))
+    if owners is not None:
+        shared = again[np.asarray(owners[again] != owners[first[which[again]]])]
+        if len(shared):
+            raise ValueError(
+                f"{name} must give each row to one person, but row {shared[0]} is row "
+                f"{first[which[shared[0]]]} again, and another's: clipping one owner's gradient "
+                "does not bound what it adds to the other's"
+            )
+        return
     if len(again):
         raise ValueError(
             f"{name} must hold each item once, but item {again[0]} is item "
@@ -497,6 +511,8 @@ def check_forgets_items(dataset, name="data"):
     with contextlib.suppress(copy.Error, TypeError, NotImplementedError):
         while rounds < _ROUNDS and _changes_after_another(dataset, 3 if not rounds else _READINGS):
             rounds += 1
+        if rounds < _ROUNDS and _follows_another(dataset):
+            rounds = _ROUNDS
     if rounds == _ROUNDS:
         raise ValueError(
             f"{name} must give an item that is made of one example, but its item 0 changes when "
@@ -516,6 +532,44 @@ def _changes_after_another(dataset, readings):
         return False
     read(len(dataset) - 1)
     return not same_items(settled, read(0))
+
+
+def _follows_another(dataset):
+    """Whether item 0 changes whenever it is read, and otherwise after the last item than after
+    itself, as with running statistics: in one direction, pair after pair.
+    """
+
+    def read(index):
+        with drawing_alike(torch.device("cpu")):
+            return _numbers(dataset[index])
+
+    def after(index):
+        for _ in range(2):
+            read(index)
+        return read(0)
+
+    others = 0, len(dataset) - 1
+    differences = []
+    for k in range(_PAIRS[0] + _PAIRS[1]):
+        # each second pair the other way round, so that a drift has no direction
+        found = {index: after(index) for index in others[:: -1 if k % 2 else 1]}
+        if found[0].shape != found[others[1]].shape:
+            return False
+        differences.append(np.nan_to_num(found[others[1]] - found[0]))
+    if len({d.shape for d in differences}) > 1:
+        return False
+    direction = np.mean(differences[: _PAIRS[0]], axis=0)
+    return all(float((d * direction).sum()) > 0 for d in differences[_PAIRS[0] :])
+
+
+def _numbers(item):
+    """The numbers of an item, one after the other."""
+    found = [
+        np.ravel(leaf.detach().cpu().double().numpy() if torch.is_tensor(leaf) else leaf)
+        for leaf in tree_leaves(item)
+        if torch.is_tensor(leaf) or isinstance(leaf, (int, float, np.ndarray, np.generic))
+    ]
+    return np.concatenate([np.zeros(0), *(part.astype(np.float64) for part in found)])
 
 
 def same_bits(one, other):

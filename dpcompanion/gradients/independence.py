@@ -307,6 +307,8 @@ def refuse_loss(whole=None, part=None, name="loss"):
     )
     raise ValueError(
         f"{name} must give each example's own, but an example's loss depends on the rest of the "
-        f"batch, or on chance{seen}: class weights or a mean over the tokens of a batch do that; "
-        "use reduction='none' and divide by what belongs to the example alone"
+        f"batch, or on chance{seen}: class weights or a mean over the tokens of a batch do that, "
+        "shapes that broadcast, such as (n, 1) and (n,), and losses that compare examples, for "
+        "which there is no account; use reduction='none' and divide by what belongs to the example "
+        "alone"
     )

@@ -425,7 +425,9 @@ def log_mean(log_values, log_weights=None):
     """ln of the mean of e^values over the first dimension."""
     if log_weights is None:
         return torch.logsumexp(log_values, 0) - math.log(len(log_values))
-    return torch.logsumexp(log_values + log_weights.view(-1, *(1,) * (log_values.ndim - 1)), 0)
+    possible = log_weights > -math.inf  # a batch of probability 0 may have an infinite value
+    log_weights = log_weights[possible].view(-1, *(1,) * (log_values.ndim - 1))
+    return torch.logsumexp(log_values[possible] + log_weights, 0)
 
 
 def _gaussian_epsilon(ratios, delta):

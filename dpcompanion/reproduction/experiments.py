@@ -309,6 +309,11 @@ def run(
             yet.
     """
     found = get(name)
+    if preset is None and default_preset() not in found.presets:
+        raise ValueError(
+            f"preset must be given for {name}, which has none for {default_preset()!r}: "
+            f"{' or '.join(map(repr, found.presets))}, a long run"
+        )
     preset = _checks.one_of("preset", preset or default_preset(), found.presets)
     config = found.presets[preset]
     if seeds is not None:

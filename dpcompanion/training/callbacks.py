@@ -377,6 +377,15 @@ class Callbacks:
                 raise ValueError(f"{name} must be a function or None, got {getattr(self, name)!r}")
 
 
+def seen_at_epoch(seen: Any, entry: dict[str, Any]) -> dict[str, Any]:
+    """What `on_epoch` returned beside the entry of its epoch."""
+    if not isinstance(seen, (collections.abc.Mapping, type(None))):
+        raise ValueError(f"on_epoch must return a dict or None, got a {type(seen).__name__}")
+    if taken := sorted(set(seen or {}) & set(entry)):
+        raise ValueError(f"on_epoch must return other names than {sorted(entry)}, got {taken}")
+    return dict(seen or {})
+
+
 def check_extras(callbacks, checkpoint):
     """Callbacks, at least empty ones, and checkpoint, if they are what they should be."""
     if not isinstance(callbacks, (Callbacks, type(None))):

@@ -67,6 +67,10 @@ class Checkpoint:
     def __post_init__(self):
         if not isinstance(self.path, (str, os.PathLike)):
             raise ValueError(f"path must be that of a file, got {self.path!r}")
+        if os.path.isdir(self.path):
+            raise ValueError(
+                f"path must be that of a file, got the folder {os.fspath(self.path)!r}"
+            )
         if self.every is not None:
             object.__setattr__(self, "every", _checks.whole_number("every", self.every, 1))
         object.__setattr__(self, "stateful", dict(self.stateful or {}))

@@ -32,7 +32,7 @@ from dpcompanion._progress import bar
 from dpcompanion._types import Array, Device, Loss, Numbers
 from dpcompanion.gradients import checks
 from dpcompanion.mechanism.plan import DPSGDPlan
-from dpcompanion.training.callbacks import Callbacks, check_extras
+from dpcompanion.training.callbacks import Callbacks, check_extras, seen_at_epoch
 from dpcompanion.training.checkpoints import Checkpoint, note_seeds
 from dpcompanion.training.distributed import check_one_process
 from dpcompanion.training.loop import deferred_interrupt
@@ -190,9 +190,8 @@ def _call(callbacks, ensemble):
     end = ensemble.ended
     if callbacks.on_epoch is not None and (ensemble.step % ensemble.steps_per_epoch == 0 or end):
         epoch = math.ceil(ensemble.step / ensemble.steps_per_epoch)
-        ensemble.epochs.append(
-            {"epoch": epoch, "step": ensemble.step} | (callbacks.on_epoch(ensemble) or {})
-        )
+        entry = {"epoch": epoch, "step": ensemble.step}
+        ensemble.epochs.append(entry | seen_at_epoch(callbacks.on_epoch(ensemble), entry))
     if callbacks.on_step is not None or callbacks.on_epoch is not None:
         for plan, numbers in zip(ensemble.plans, ensemble._planned):
             checks.check_plan(plan, plan, numbers)

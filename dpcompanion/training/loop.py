@@ -41,7 +41,7 @@ from dpcompanion.mechanism import noise
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.seeds import derive_key, seed_torch
 from dpcompanion.training import distributed
-from dpcompanion.training.callbacks import Callbacks, History, Run, check_extras
+from dpcompanion.training.callbacks import Callbacks, History, Run, check_extras, seen_at_epoch
 from dpcompanion.training.checkpoints import (
     Checkpoint,
     key_file,
@@ -303,7 +303,7 @@ class TrainingLoop:
             checks.check_sums(model)
         checks.check_optimizer(optimizer, model)
         self.seed = seed if seed is None else _checks.seed("seed", seed)
-        # What the model itself draws is no secret that privacy rests on.
+        # What the model itself draws goes by places in a batch, which are as secret as the draws.
         self.forward_seed = secrets.randbits(256) if self.seed is None else self.seed
         self.device = torch.device(next(model.parameters()).device if device is None else device)
         model.to(self.device)
@@ -314,6 +314,8 @@ class TrainingLoop:
         own = tracker_of(track, filter, plan, model, loss, data, performance)
         self.trackers = (*trackers, *(() if own is None else (own,)))
         for tracker in self.trackers:
+            if not hasattr(tracker, "check_run"):
+                raise ValueError(f"trackers must be a list of them, got a {type(tracker).__name__}")
             tracker.check_run(plan, model, loss, data)
         self.stateful = self.with_trackers(stateful)
         self.ranks = distributed.current()
@@ -631,12 +633,7 @@ class TrainingLoop:
         losses = run.history.losses[(epoch - 1) * plan.steps_per_epoch : run.step]
         entry = {"epoch": epoch, "step": run.step, "loss": losses.nanmean().item()}
         if on_epoch is not None:
-            seen = on_epoch(run)
-            if not isinstance(seen, (Mapping, type(None))):
-                raise ValueError(
-                    f"on_epoch must return a dict or None, got a {type(seen).__name__}"
-                )
-            entry |= seen or {}
+            entry |= seen_at_epoch(on_epoch(run), entry)
             run.stopping = self.ranks.any(run.stopping)
         run.history.epochs.append(entry)
 
@@ -787,9 +784,9 @@ class TrainingLoop:
         if self.seed is None and not ended and self.ranks.first:  # a finished run draws no more
             found = read_keys(key_file(path), self.generators)
             self.forward_seed = self.forward_seed if found is None else found
+        self.take_over(content)  # which refuses other trackers, before anything of the user changes
         run.model.load_state_dict(content["model"])
         run.optimizer.load_state_dict(content["optimizer"])
-        self.take_over(content)
 
 
 def _has_ended(content, plan):

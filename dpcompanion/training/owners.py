@@ -10,7 +10,9 @@ of which equal ones might be meant for one person.
 (['a', 'b'], [1, 0, 1])
 """
 
+import enum
 import numbers
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -105,6 +107,8 @@ def _coded(name, values) -> tuple[list[Any], np.ndarray]:
     values = (
         values.cpu().numpy() if isinstance(values, torch.Tensor) else _checks.unlabelled(values)
     )
+    if isinstance(values, (str, bytes, Mapping)):
+        raise ValueError(f"{name} must name one person a row, got a {type(values).__name__}")
     if not isinstance(values, np.ndarray):
         try:
             values = list(values)
@@ -161,7 +165,8 @@ def _of_one_type(name, values):
             f"{name} must be names of one type, such as all numbers or all texts, got {said}"
         )
     kind = kinds.pop()
-    if kind.__hash__ in (None, object.__hash__):
+    by_identity = kind.__eq__ is object.__eq__ and not issubclass(kind, enum.Enum)
+    if kind.__hash__ in (None, object.__hash__) or by_identity:
         raise ValueError(
             f"{name} must be names that are hashable and compared by value, got a {kind.__name__} "
             "a row"

@@ -16,11 +16,12 @@ with ten rows would enter a run ten times and be charged for one.
 
 Of a person with more than k rows, k are sampled afresh, uniformly and without replacement, each
 time the person is sampled, by the run's own stream. Over a run all rows are used, which a choice
-made once would not do. The account needs neither the secrecy nor the law of this choice: for every
-fixed choice a person moves a sum by at most their clip norm, and the divergence of two mixtures
-over the same choices is at most the largest of its parts (joint convexity). With individual
-clipping (`NormTracker`) a person is clipped to the norm that was measured at a choice of their rows
-and charged, at whatever rows they take part with.
+made once would not do. The account needs no law of this choice, but its random numbers
+must be as secret as the draws: for every fixed choice a person moves a sum by at most their clip
+norm, the choice for the others has one law with the person and without, and the divergence of two
+mixtures over the same choices is at most the largest of its parts (joint convexity). With
+individual clipping (`NormTracker`) a person is clipped to the norm that was measured at a choice of
+their rows and charged, at whatever rows they take part with.
 
 Memory: a draw is held padded to its longest person, at most k rows. The network computes on the
 rows that there are, not on the padding; only where the model draws at random (dropout) or is
@@ -123,7 +124,9 @@ def by_person(
         )
     checks.check_batched(x, "x")
     checks.check_forgets_items(x, "x")
-    return PersonItems(Reader(x, collate_fn), people, **options)
+    data = PersonItems(Reader(x, collate_fn), people, **options)
+    checks.check_distinct(x, "x", data.owners)
+    return data
 
 
 class Ownership:
@@ -249,7 +252,8 @@ class Persons(OfPersons):
         )
         found = found.unflatten(0, places.shape)
         # A person without a row must not be given another's.
-        found = torch.where((places >= 0).view(*places.shape, *[1] * (found.ndim - 2)), found, 0)
+        nobody = (places < 0).view(*places.shape, *[1] * (found.ndim - 2))
+        found = found.masked_fill(nobody, 0)
         return Batch.of(found).beside(**{PRESENT: present})
 
     @functools.cached_property
@@ -474,7 +478,10 @@ def per_person(values: Array, owners: torch.Tensor, persons: Any) -> torch.Tenso
     Raises:
         ValueError: for a person whose rows disagree, or who has none.
     """
-    values = torch.as_tensor(_checks.unlabelled(values)).to(torch.float64).cpu()
+    try:
+        values = torch.as_tensor(_checks.unlabelled(values)).to(torch.float64).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"values must be one number a row, but {error}") from None
     if values.shape != owners.shape:
         raise ValueError(
             f"values must be one number a row, shape {tuple(owners.shape)}, got "
@@ -489,8 +496,8 @@ def per_person(values: Array, owners: torch.Tensor, persons: Any) -> torch.Tenso
     bad = ~(low == high)
     if bad.any():
         who = int(bad.nonzero()[0])
+        found = "no row, so none" if low[who].isnan() else f"{low[who]:g} to {high[who]:g}"
         raise ValueError(
-            f"values must be one number a person, but {str(persons[who])!r} has {low[who]:g} to "
-            f"{high[who]:g} in their rows"
+            f"values must be one number a person, but {str(persons[who])!r} has {found}"
         )
     return low

@@ -553,7 +553,7 @@ class Ensemble:
         self.step += 1
 
     def _identity(self):
-        return {
+        identity = {
             "format": _FORMAT,
             "plans": [plan.config() for plan in self.plans],
             "seeds": self.seeds,
@@ -562,7 +562,10 @@ class Ensemble:
             "momentum": self.momentum,
             "weight_decay": self.weight_decay,
             "data": self._data_digest,
-        } | ({"precision": self.precision} if self.precision else {})
+        }
+        if self.precision:
+            identity["precision"] = self.precision
+        return identity | ({"add": True} if self._added else {})
 
     @functools.cached_property
     def _data_digest(self):
@@ -601,7 +604,8 @@ class Ensemble:
         if content["identity"] != self._identity():
             raise ValueError(
                 "checkpoint must come from runs of the same plans, seeds, data, architecture and "
-                f"learning rates, but {os.fspath(path)!r} holds another ensemble"
+                f"learning rates, with `add` or without as here, but {os.fspath(path)!r} holds "
+                "another ensemble"
             )
         if set(content["stateful"]) != set(stateful):
             raise ValueError(

@@ -38,6 +38,8 @@ from dpcompanion.filters import RenyiFilter
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.training import DPSGDPlan
 
+from ..refusals import refused
+
 GRID, COARSE = {"value_discretization_interval": 1e-4}, {"value_discretization_interval": 1e-3}
 PHASES = Ledger(
     [
@@ -560,3 +562,55 @@ def test_a_run_whose_file_says_more_than_an_item_counts_is_refused():
     for config in (plan.config(), run | {"arithmetic": "float"}, run | {"max_grad_norm": 2.0}):
         with pytest.raises(ValueError, match=r"source must hold .* (arithmetic|max_grad_norm)"):
             Ledger.from_json(json.dumps(config))
+
+
+RUN = '"sample_rate": 0.01, "noise_multiplier": 1.0, "steps": 1000'
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (f'{{{RUN}, "sampler": "balls-and-bins"}}', "sampler must be one of 'Poisson'"),
+        (
+            f'{{{RUN}, "neighbouring_relation": "replace one example by another"}}',
+            "neighbouring_relation must be",
+        ),
+        (f'{{"ledger": [], {RUN}}}', "noise_multiplier, sample_rate, steps beside it"),
+        ('{"ledger": [], "sampler": "shuffled"}', "sampler must be one of"),
+        (f'{{{RUN}, "steps": 1}}', "'steps' twice"),
+        ("[" * 100_000, "source must be a ledger in JSON"),
+    ],
+)
+def test_a_file_that_says_something_else_beside_its_runs_is_refused(text, words):
+    refused(words, Ledger.from_json, text)
+
+
+def test_no_one_is_promised_more_than_everybody():
+    run = SampledGaussian(0.01, 1.0, 10)
+    for kind, counts in (
+        (SampledGaussian(0.01, 1.0, 1), [[11], [10]]),
+        (SampledGaussian(0.01, 0.9, 1), [[1], [0]]),
+        (SampledGaussian(0.02, 1.0, 1), [[0], [1]]),
+    ):
+        costs = PersonalCosts((kind,), torch.tensor(counts))
+        refused("promised must hold none", LedgerEntry, run, promised=costs)
+        refused("account must hold none", LedgerEntry, run, account=costs)
+    more = PersonalCosts.each([Guarantee(3.0, 0.0)], [0, 0])
+    refused("promised must hold none", LedgerEntry, Guarantee(1.0, 0.0), promised=more)
+    whole = PersonalCosts((SampledGaussian(0.01, 1.0, 1),), torch.tensor([[10], [0]]))
+    assert LedgerEntry(run, promised=whole).size == 2
+
+
+def test_a_statement_says_that_units_of_two_kinds_are_one_each():
+    ledger = Ledger([LedgerEntry(Gaussian(5.0), unit=unit) for unit in ("example", "patient")])
+    assert "and nobody has two of a kind" in ledger.statement()
+    assert "at delta 1.23456789e-05" in ledger.statement(1.23456789e-5)
+
+
+def test_a_file_of_accounts_is_its_owners(tmp_path):
+    run = SampledGaussian(0.01, 1.0, 10)
+    own = PersonalCosts((SampledGaussian(0.01, 1.0, 1),), torch.tensor([[10], [0]]))
+    Ledger([LedgerEntry(run, account=own)]).to_json(tmp_path / "[a].json")
+    assert (tmp_path / "[a].json").stat().st_mode & 0o077 == 0
+    assert Ledger.from_json(tmp_path / "[a].json").n == 2
+    refused("items must be a list", Ledger, run)

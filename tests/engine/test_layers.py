@@ -108,6 +108,29 @@ def test_convolutions_over_images_that_lie_by_channel_are_right(inside, mode):
     check_sum(model, TensorDataset(x, torch.arange(N) % 3), mode)
 
 
+class Residual(nn.Module):
+    """A block that overwrites what its layers put out, as torchvision's ResNets do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(c, 4, 3, padding=1) for c in (2, 4))
+        self.norms = nn.ModuleList([nn.GroupNorm(2, 4), nn.GroupNorm(2, 4)])
+        self.relu, self.head = nn.ReLU(inplace=True), nn.Linear(4 * 25, 3)
+
+    def forward(self, x):
+        x = self.relu(self.norms[0](self.first(x)))
+        out = self.norms[1](self.second(x))
+        out += x
+        return self.head(torch.relu_(out).flatten(1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_whose_outputs_are_overwritten_are_right(mode):
+    torch.manual_seed(0)
+    x = torch.randn(N, 2, 5, 5)
+    check_sum(Residual(), TensorDataset(x, torch.arange(N) % 3), mode)
+
+
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
 def test_as_many_positions_as_examples_are_no_examples(mode):
     torch.manual_seed(0)

@@ -1137,3 +1137,54 @@ def test_on_a_device_a_buffer_that_keeps_statistics_makes_steps_of_noise_and_is_
     train(module, optimizer, criterion, loader, 1)
     assert all(not p.summed_grad.any() for p in model.parameters())
     refused("statistics", engine.get_epsilons, DELTA)
+
+
+def test_what_a_module_must_be_is_said_shortly():
+    norms = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    with pytest.raises(UnsupportedModuleError, match="BatchNorm in '1' and 1 more") as error:
+        private(norms)
+    assert len(str(error.value)) < 500
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.drop, self.scale = (
+            nn.Linear(4, 3),
+            nn.Dropout(0.1),
+            nn.Parameter(torch.ones(())),
+        )
+
+    def forward(self, x):
+        return self.layer(self.drop(x)) * self.scale
+
+
+def test_a_parameter_of_no_layer_beside_dropout_is_told_what_to_do():
+    engine, model, optimizer, criterion, loader = private(Scaled())
+    with pytest.raises(UnsupportedModuleError, match="a small module of their own"):
+        train(model, optimizer, criterion, loader)
+
+
+def test_the_module_that_the_engine_was_given_is_not_the_one_to_call():
+    for options, words in (
+        ({}, "as the engine returned it"),
+        ({"prove": False}, "call the return"),
+    ):
+        own = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+        engine, model, optimizer, criterion, loader = private(own, **options)
+        with pytest.raises(ValueError, match=words):
+            train(own, optimizer, criterion, loader)
+
+
+def test_ignored_targets_are_named():
+    data = vectors()
+    data.tensors[1][::5] = -100
+    engine, model, optimizer, criterion, loader = private(nn.Linear(4, 3), data)
+    with pytest.raises(ValueError, match="as with ignore_index"):
+        train(model, optimizer, criterion, loader)
+
+
+def test_a_state_of_other_clip_norms_is_refused():
+    states = [private(nn.Linear(4, 3), max_grad_norm=norm)[0].accountant for norm in (0.5, 3.0)]
+    with pytest.raises(ValueError, match="same budgets"):
+        states[1].load_state_dict(states[0].state_dict())

@@ -366,6 +366,7 @@ def test_bad_arguments_are_refused_by_name():
     )
     refuses(adaptive_delta, dict(good, costs=[60, 70]), budget=[50])
     refuses(Discrete, dict(q=[0.5, 0.5]), p=[[0.5, 0.4]])
+    refuses(Discrete, dict(q=[0.0, 1.0]), p=[[1.0, 0.0]])
 
 
 def test_delta_does_not_jump_where_losses_are_bounded():

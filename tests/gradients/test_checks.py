@@ -495,3 +495,36 @@ def test_a_loss_whose_shapes_broadcast_is_refused_with_a_hint():
         return (outputs - targets).square().mean(1)
 
     refused("model and loss must.*broadcast", fit, nn.Linear(4, 1), y=Y.float(), loss=squared)
+
+
+class Remembers(torch.utils.data.Dataset):
+    """Items less a running mean of all that was read, or with noise of a generator of its own."""
+
+    def __init__(self, kind):
+        self.x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
+        self.kind, self.mean, self.count = kind, torch.zeros(3, dtype=torch.float64), 0
+        self.own = np.random.default_rng(0)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        self.count += 1
+        if self.kind == "noise":
+            return self.x[index] + torch.from_numpy(self.own.normal(size=3)), 0
+        if self.kind == "counts":
+            return self.x[index] * self.count, 0
+        weight = 0.1 if self.kind == "lately" else 1 / self.count
+        self.mean = self.mean + weight * (self.x[index] - self.mean)
+        return (self.x[index] - self.mean).float(), 0
+
+
+@pytest.mark.parametrize("kind", ["lately", "all"])
+def test_items_that_follow_running_statistics_are_refused(kind):
+    with pytest.raises(ValueError, match="keeps statistics of them"):
+        checks.check_forgets_items(Remembers(kind))
+
+
+@pytest.mark.parametrize("kind", ["noise", "counts"])
+def test_items_that_change_by_themselves_are_taken(kind):
+    checks.check_forgets_items(Remembers(kind))

@@ -643,3 +643,9 @@ def test_adding_at_an_epsilon_of_zero_is_computed_at_every_rate():
         coupled_delta(sizes, **step, direction=direction) for direction in ("add", "remove")
     )
     torch.testing.assert_close(add, remove, rtol=1e-9, atol=0)  # at 0 both are the total variation
+
+
+def test_a_batch_that_cannot_be_counts_nothing():
+    run = dict(sample_rate=0.1, noise_std=1.0, order=8)
+    alone = coupled_divergence([0.1], probabilities=[1.0], **run)
+    assert coupled_divergence([0.1, 1e200], probabilities=[1.0, 0.0], **run) == alone

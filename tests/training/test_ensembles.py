@@ -787,3 +787,41 @@ def test_a_model_that_will_not_do_is_refused_with_the_reason(message, model):
         seeds=[1, 2],
         learning_rate=0.5,
     )
+
+
+def test_an_ensemble_to_which_something_was_added_goes_on_with_it_alone(tmp_path):
+    """Its history would be that of a run without."""
+    data, one = examples((4,)), plan(steps=4)
+    keep = Checkpoint(tmp_path / "run", every=2)
+    run = dict(seeds=[4], learning_rate=0.5, checkpoint=keep)
+
+    def stop(ensemble):
+        if ensemble.step == 3:
+            raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        train_ensemble(
+            nn.Linear(4, 3).double(),
+            cross_entropy,
+            data,
+            one,
+            add=lambda ensemble: torch.ones_like(ensemble.vectors),
+            callbacks=Callbacks(on_step=stop),
+            **run,
+        )
+    with pytest.raises(ValueError, match="with `add` or without"):
+        train_ensemble(nn.Linear(4, 3).double(), cross_entropy, data, one, **run)
+
+
+@pytest.mark.parametrize("seen", [[1], {"step": -1}])
+def test_what_is_noted_of_an_epoch_is_a_dict_of_other_names(seen):
+    with pytest.raises(ValueError, match="on_epoch must return"):
+        train_ensemble(
+            nn.Linear(4, 3).double(),
+            cross_entropy,
+            examples((4,)),
+            plan(steps=2),
+            seeds=[4],
+            learning_rate=0.5,
+            callbacks=Callbacks(on_epoch=lambda ensemble: seen),
+        )

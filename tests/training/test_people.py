@@ -441,3 +441,58 @@ def test_a_tracker_of_other_rows_is_refused():
                 trackers=[tracker],
                 progress=False,
             )
+
+
+def test_a_row_of_two_persons_is_refused_and_a_row_twice_of_one_is_not():
+    data = torch.utils.data.TensorDataset(*table())
+    part = torch.utils.data.Subset(data, [0, 0, 0, 1, 2, 3])
+    with pytest.raises(ValueError, match="each row to one person, but row 1 is row 0 again"):
+        by_person(part, people=list("ABCDDD"), at_most=3)
+    assert len(by_person(part, people=list("AAABBB"), at_most=3)) == 2
+
+
+def test_names_that_equal_themselves_alone_are_refused():
+    class Name:
+        def __init__(self, value):
+            self.value = value
+
+        def __hash__(self):
+            return hash(self.value)
+
+    x, y = table(2)
+    for people in ([Name(1), Name(1)], {"a": 1, "b": 2}, "ab"):
+        with pytest.raises(ValueError, match="people must"):
+            by_person(x, y, people, at_most=1)
+
+
+def test_truth_values_stay_such():
+    x, y = table()
+    data = by_person(x, y > 0, PEOPLE, at_most=4)
+    found = []
+    for people in (data, (x, y > 0)):
+        plan = DPSGDPlan(
+            n=len(data) if people is data else len(x),
+            sample_rate=1.0,
+            steps=1,
+            max_grad_norm=1.0,
+            noise_multiplier=1.0,
+            delta=1e-3,
+        )
+        seen = []
+
+        def loss(outputs, targets):
+            seen.append(targets.dtype)
+            return torch.where(targets, outputs[:, 0], outputs[:, 1])
+
+        model = linear()
+        train(model, loss, people, plan, optimizer=torch.optim.SGD(model.parameters(), 0.1), seed=0)
+        found.append(set(seen))
+    assert found == [{torch.bool}] * 2
+
+
+def test_a_column_is_asked_for_persons_without_a_row():
+    data = by_person(*table(2), ["a", "a"], at_most=1, persons=["a", "b"])
+    with pytest.raises(ValueError, match="'b' has no row"):
+        data.per_person([1.0, 1.0])
+    with pytest.raises(ValueError, match="values must"):
+        data.per_person(["u", "u"])
