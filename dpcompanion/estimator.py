@@ -147,17 +147,9 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         )
         scaler = None
         if scales:
-            seed = self.random_state
-            generator = None if seed is None else keyed_generator(derive_key(seed, "scaler"))
-            scaler = private_scaler(
-                x if rows is None else _means(x, rows, lower, upper),
-                lower=lower,
-                upper=upper,
-                epsilon=share * float(budgets.min()),
-                delta=share * self.delta,
-                generator=generator,
-                unit=unit,
-            )
+            means = x if rows is None else _means(x, rows, lower, upper)
+            paid = {"epsilon": share * float(budgets.min()), "delta": share * self.delta}
+            scaler = self._scaler_of(means, lower=lower, upper=upper, unit=unit, **paid)
             x = scaler.transform(x)
         x = x.float()
         model = torch.nn.Linear(x.shape[1], len(classes))
@@ -177,6 +169,11 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
             parameter.detach().numpy() for parameter in model.parameters()
         )
         return self
+
+    def _scaler_of(self, means, **options):
+        seed = self.random_state
+        generator = None if seed is None else keyed_generator(derive_key(seed, "scaler"))
+        return private_scaler(means, generator=generator, **options)
 
     def decision_function(self, X: Any) -> np.ndarray:
         """Logits of each class, (rows, k); for two classes their difference, (rows,)."""
