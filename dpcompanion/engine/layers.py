@@ -140,20 +140,24 @@ def mend(hooks, dim=0):
             layer.ft_compute_sample_grad = functools.partial(
                 _by_functorch, layer.ft_compute_sample_grad
             )
+    # which `remove_hooks` takes off again
+    handles = getattr(hooks._module, "autograd_grad_sample_hooks", [])
     for layer in hooks._module.modules():
-        _listen_to_outputs(layer)
+        handles += _listen_to_outputs(layer)
     if isinstance(hooks, nn.Module):
         hooks.forward = functools.partial(_forward, hooks, hooks.forward, dim)
 
 
 def _listen_to_outputs(layer):
     """Opacus's backward hook of the layer, if it has one, waits at the node that its output comes
-    from, and receives what the layer itself would: after all hooks of the output.
+    from, and receives what the layer itself would: after all hooks of the output. The handles.
     """
+    handles = []
     for key, hook in list(layer._backward_hooks.items()):
         if getattr(getattr(hook, "func", None), "__name__", "") == "capture_backprops_hook":
             del layer._backward_hooks[key]
-            layer.register_forward_hook(functools.partial(_listen, hook))
+            handles.append(layer.register_forward_hook(functools.partial(_listen, hook)))
+    return handles
 
 
 def _listen(hook, layer, _, output):

@@ -132,6 +132,17 @@ def test_layers_whose_outputs_are_overwritten_are_right(mode):
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+def test_nothing_listens_to_a_module_that_is_plain_again(mode):
+    module = private(nn.Linear(5, 3), TensorDataset(torch.randn(N, 5), torch.arange(N) % 3), mode)[
+        1
+    ]
+    layer = module._module
+    assert any(getattr(hook, "func", None) for hook in layer._forward_hooks.values())
+    module.remove_hooks()
+    assert not [hook for hook in layer._forward_hooks.values() if "_listen" in repr(hook)]
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
 def test_as_many_positions_as_examples_are_no_examples(mode):
     torch.manual_seed(0)
     model = Padded("(T,)")
