@@ -836,7 +836,6 @@ class Ledger:
                 raise ValueError(
                     f"source must hold a ledger, got {', '.join(sorted(unknown))} beside it too"
                 )
-            check_said(held, RELATIONS_IN_WORDS.values())
         entries = held.get("ledger", [held]) if isinstance(held, dict) else held
         relation = (
             held.get("relation", "add-remove")
@@ -844,7 +843,10 @@ class Ledger:
             else "add-remove"
         )
         entries = entries if isinstance(entries, list) else [entries]
-        return cls([LedgerEntry.from_json(entry) for entry in entries], relation=relation)
+        found = cls([LedgerEntry.from_json(entry) for entry in entries], relation=relation)
+        if isinstance(held, dict) and "ledger" in held:
+            check_said(held, [RELATIONS_IN_WORDS[found.neighbours]])
+        return found
 
     @classmethod
     def from_opacus(cls, history: Sequence[Any]) -> "Ledger":

@@ -496,7 +496,8 @@ def per_person(values: Array, owners: torch.Tensor, persons: Any) -> torch.Tenso
     bad = ~(low == high)
     if bad.any():
         who = int(bad.nonzero()[0])
-        found = "no row, so none" if low[who].isnan() else f"{low[who]:g} to {high[who]:g}"
+        rows = bool((owners == who).any())
+        found = f"{low[who]:g} to {high[who]:g} in their rows" if rows else "no row, so none"
         raise ValueError(
             f"values must be one number a person, but {str(persons[who])!r} has {found}"
         )

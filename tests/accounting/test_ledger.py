@@ -577,6 +577,10 @@ RUN = '"sample_rate": 0.01, "noise_multiplier": 1.0, "steps": 1000'
         ),
         (f'{{"ledger": [], {RUN}}}', "noise_multiplier, sample_rate, steps beside it"),
         ('{"ledger": [], "sampler": "shuffled"}', "sampler must be one of"),
+        (
+            f'{{"ledger": [{{{RUN}}}], "neighbouring_relation": "replace one example by another"}}',
+            "neighbouring_relation must be one of 'add or remove one example'",
+        ),
         (f'{{{RUN}, "steps": 1}}', "'steps' twice"),
         ("[" * 100_000, "source must be a ledger in JSON"),
     ],

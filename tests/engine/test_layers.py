@@ -131,6 +131,32 @@ def test_layers_whose_outputs_are_overwritten_are_right(mode):
     check_sum(Residual(), TensorDataset(x, torch.arange(N) % 3), mode)
 
 
+class Sequential(nn.Module):
+    """A linear layer over words, whose output is a view, overwritten in several ways."""
+
+    def __init__(self, change, bias):
+        super().__init__()
+        self.change, self.first = change, nn.Linear(5, 6, bias=bias)
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3, bias=bias)
+
+    def forward(self, x):
+        return self.head(self.norm(self.change(self.first(x)))).mean(1)
+
+
+def doubled_at_first(h):
+    h[:, 0] *= 2
+    return h
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("change", [torch.relu_, lambda h: h.mul_(2), doubled_at_first])
+def test_views_that_are_overwritten_are_right(change, bias, mode):
+    torch.manual_seed(0)
+    x = torch.randn(N, 7, 5)
+    check_sum(Sequential(change, bias), TensorDataset(x, torch.arange(N) % 3), mode)
+
+
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
 def test_nothing_listens_to_a_module_that_is_plain_again(mode):
     module = private(nn.Linear(5, 3), TensorDataset(torch.randn(N, 5), torch.arange(N) % 3), mode)[

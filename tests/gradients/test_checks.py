@@ -525,6 +525,17 @@ def test_items_that_follow_running_statistics_are_refused(kind):
         checks.check_forgets_items(Remembers(kind))
 
 
+def test_items_that_stay_what_they_are_are_read_a_few_times():
+    class Still(Remembers):
+        def __getitem__(self, index):
+            self.count += 1
+            return self.x[index], "a text", np.array(["another"])
+
+    data = Still("still")
+    checks.check_forgets_items(data)
+    assert data.count < 10
+
+
 @pytest.mark.parametrize("kind", ["noise", "counts"])
 def test_items_that_change_by_themselves_are_taken(kind):
     checks.check_forgets_items(Remembers(kind))
