@@ -162,15 +162,17 @@ def _listen_to_outputs(layer):
 
 def _listen(hook, layer, _, output):
     first = next(filter(torch.is_tensor, tree_leaves(output)), None)
-    if first is None or first.grad_fn is None:
+    if first is None:
         return
     # A linear layer's output of three axes is a view: who overwrites it takes the view's node out
     # of the graph, and leaves that of what it is a view of.
-    base = first._base
-    whole = base is not None and base.grad_fn is not None and base.numel() == first.numel()
-    source = base if whole and base.is_contiguous() and first.is_contiguous() else first
-    arrives = functools.partial(_arrives, hook, layer, source.output_nr, first.shape)
-    source.grad_fn.register_prehook(arrives)
+    source, base = first, first._base
+    if base is not None and base.grad_fn is not None and base.numel() == first.numel():
+        source = base if base.is_contiguous() and first.is_contiguous() else first
+    node = source.grad_fn
+    if node is not None:
+        arrives = functools.partial(_arrives, hook, layer, source.output_nr, first.shape)
+        node.register_prehook(arrives)
 
 
 def _arrives(hook, layer, place, shape, gradients):
