@@ -156,8 +156,16 @@ class ReplacementLoss(StepLoss):
         return self.sigma * torch.sign(loss) * (half + asinh)
 
 
+#: Pieces, at least, of a loss that lies between 0 and 1.
+_PIECES = 10
+
+
 class _Bounded:
-    """A loss from -most to most; its law under the pair's first distribution has a closed form."""
+    """A loss from -most to most; its law under the pair's first distribution has a closed form.
+
+    Raises:
+        NoGrid: for a loss of too many grid points and pieces, whatever the interval.
+    """
 
     log_capped = -math.inf
     # Grid points and pieces of one loss at most: about a gigabyte.
@@ -165,7 +173,15 @@ class _Bounded:
 
     def __init__(self, most):
         self.most = most
+        self._check_size(2 * _PIECES * most)
         self.std = math.sqrt(self.tilted_variance(0.0))
+
+    def _check_size(self, size):
+        if not size <= self.points:
+            raise NoGrid(
+                f"a loss of up to {self.most:g} takes {size:.1g} grid points and pieces, at most "
+                f"{self.points} are possible"
+            )
 
     def log_mgf(self, tilts: torch.Tensor) -> torch.Tensor:
         """ln E[exp(tilt L)] at each tilt."""
@@ -189,11 +205,7 @@ class _Bounded:
         Raises:
             NoGrid: for a loss of too many grid points.
         """
-        if not (size := 2 * self.most / interval + 20 * self.most) <= self.points:
-            raise NoGrid(
-                f"a loss of up to {self.most:g} takes {size:.1g} grid points and pieces, at most "
-                f"{self.points} are possible"
-            )
+        self._check_size(2 * self.most / interval + 2 * _PIECES * self.most)
         loss, log_mass = self._pieces(interval)
         scale = float(self.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
         first = math.floor(-self.most / interval)
@@ -233,7 +245,7 @@ class LaplaceLoss(_Bounded):
             )
             * interval
         )
-        pieces = math.ceil(20 * c) + 1
+        pieces = math.ceil(2 * _PIECES * c) + 1
         at = (
             torch.cat([grid.clamp(-c, c), torch.linspace(-c, c, pieces + 1, dtype=torch.float64)])
             .sort()

@@ -11,7 +11,7 @@ import torch
 from opacus.layers.dp_rnn import RNNLinear
 from opacus.validators.errors import UnsupportedModuleError
 
-from dpcompanion.engine.checks import StateLeakGuard
+from dpcompanion.engine.checks import StateLeakGuard, check_not_compiled
 from dpcompanion.engine.criterion import PerExampleCriterion
 from dpcompanion.engine.ghost import GhostOptimizer
 from dpcompanion.engine.layers import ForEachExample, check_packed, mend
@@ -168,6 +168,7 @@ def assemble(
     engine.accountant.budgets, engine.accountant.origin = budgets, origin
     engine.accountant.draws_are_seeded = data_loader.generator is not None
     engine.accountant.trusts_loss = settings.trust_loss
+    module.register_forward_pre_hook(check_not_compiled, prepend=True)
     guard = StateLeakGuard(module if is_sharded(original) else original)
     optimizer.follow(draws, noted, engine.accountant, proof, module, watch, guard)
     optimizer.choice = choice

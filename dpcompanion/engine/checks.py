@@ -153,6 +153,21 @@ def _changed_by(alone, together):
     return False
 
 
+def check_not_compiled(module, args):
+    """Before a pass: `torch.compile` does not trace the module."""
+    if torch.compiler.is_compiling():
+        _refuse_compiled()
+
+
+@torch.compiler.disable
+def _refuse_compiled():
+    """Called by traced code, untraced itself, so that the loop gets this error."""
+    raise ValueError(
+        "module must not be compiled: gradients of examples come from hooks, which torch.compile "
+        "does not keep in every case; call the module that the engine returned"
+    )
+
+
 def _check_begins_here(module, args, kwargs):
     """Before a pass that gradients flow through, in whatever mode: no trainable layer lies before
     the module, where its gradients would be neither clipped nor noisy.

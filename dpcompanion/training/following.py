@@ -97,6 +97,10 @@ def check_follows(tracker, plan, model, loss, data):
             "trackers must keep accounts of the plan (IndividualAccountant.for_plan), but their n, "
             f"sample_rate, max_grad_norm and noise_multiplier are {tuple(mine.values())}"
         )
+    if part is not None and (last := int(part.max())) >= plan.n:
+        raise ValueError(
+            f"examples of a tracker must be indices of the plan's {plan.n} examples, got {last}"
+        )
     if unwrapped(passes.model) is not unwrapped(model):
         raise ValueError(
             "trackers must follow the model that is trained, but one was made with another"

@@ -18,6 +18,7 @@ model's weights, not what is logged beside them.
 """
 
 import contextlib
+import dataclasses
 import math
 import os
 import pathlib
@@ -54,6 +55,7 @@ from dpcompanion.training.checkpoints import (
 )
 from dpcompanion.training.examples import Data, Tensors, examples_of
 from dpcompanion.training.options import Performance, Track, performance_of
+from dpcompanion.training.people import OfPersons
 from dpcompanion.training.tracking import tracker_of
 
 _FORMAT = 4
@@ -295,6 +297,8 @@ class TrainingLoop:
         if not isinstance(plan, DPSGDPlan):
             raise ValueError(f"plan must be a DPSGDPlan, got {plan!r}")
         examples = examples_of(data, plan.n)
+        if isinstance(examples, OfPersons) and plan.unit == "example":
+            plan = dataclasses.replace(plan, unit="person")  # in all that the run states
         checks.check_alone(model, opacus=True)
         checks.check_model(model)
         checks.check_types(model, examples.probe[0])

@@ -231,6 +231,8 @@ class NormTracker(OwnLoop):
             raise ValueError(
                 f"examples must be {n} distinct indices, got shape {tuple(examples.shape)}"
             )
+        if (least := int(examples.min())) < 0:
+            raise ValueError(f"examples must be indices from 0, got {least}")
         return examples, *examples.sort()
 
     @property

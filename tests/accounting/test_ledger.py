@@ -537,7 +537,14 @@ def test_a_statement_says_whose_deltas_leave_no_epsilon():
 
 
 @pytest.mark.parametrize(
-    "item, epsilon", [(Laplace(1e-5), 1e5), (Laplace(1e-9), 1e9), (Guarantee(1000.0, 1e-6), 1000.0)]
+    "item, epsilon",
+    [
+        (Laplace(1e-5), 1e5),
+        (Laplace(1e-9), 1e9),
+        (Laplace(1e-160), 1e160),
+        (Guarantee(1000.0, 1e-6), 1000.0),
+        (Guarantee(1e300, 0.0), 1e300),
+    ],
 )
 def test_a_bounded_loss_that_no_grid_holds_costs_its_bound(item, epsilon):
     """Its grid was made whole, of tens of gigabytes."""

@@ -515,6 +515,19 @@ def test_compiled_modules_are_refused_by_name(make):
     refused("torch.jit|torch.compile", run, plain, model=nn.Sequential(make(Net())))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")
+@pytest.mark.parametrize("prove", [True, False])
+@pytest.mark.parametrize("mode", [*HOOKS, "ghost"])
+def test_the_returned_module_is_not_compiled(mode, prove):
+    """The compiler had an error of its own, or took it."""
+    options = {"criterion": nn.CrossEntropyLoss()} if mode == "ghost" else {}
+
+    def step(module, inner, optimizer, criterion, x, y):
+        plain(torch.compile(module, backend="eager"), inner, optimizer, criterion, x, y)
+
+    refused("must not be compiled", run, step, mode=mode, prove=prove, **options)
+
+
 class CentredTogether(MixedWithLast):
     """Subtracts the mean of the items that are asked for together."""
 

@@ -504,6 +504,7 @@ def test_bad_options_are_refused_by_name():
         ("running=True", dict(updates_per_epoch=0)),
         ("some examples", dict(examples=range(60), clipping="individual")),
         ("60 distinct", dict(examples=[0] * 60)),
+        ("from 0, got -1", dict(examples=range(-1, 59))),
     ):
         refused(words, tracked, **good | options)
 
@@ -514,6 +515,8 @@ def test_data_plan_and_state_of_another_run_are_refused():
     model = network()
     _, other = problem(noise_multiplier=2.0)
     refused("plan", run, data, other, model, tracked(data, plan, model))
+    beyond = tracked(data, plan, model, examples=range(1, 61))
+    refused("60 examples, got 60", run, data, plan, model, beyond)
     with pytest.raises(ValueError, match="state"):
         tracked(data, plan, model).load_state_dict(
             tracked(data, plan, model, updates_per_epoch=2).state_dict()

@@ -169,6 +169,34 @@ def test_precisions_share_everything_else_and_a_loss_of_accuracy_is_found(tmp_pa
     assert outcome(39.0, 41.0, 41.0) == "undecided"
 
 
+@pytest.mark.parametrize(
+    "lower, said", [(-25.0, "holds"), (0.0, "undecided"), (25.0, "fails")], ids=str
+)
+def test_figure_5_is_judged_by_all_records_of_single_classes(tmp_path, lower, said):
+    def write(exhibit, task="cifar10", **values):
+        values = {key.replace("__", "."): records.mean_and_sd([one]) for key, one in values.items()}
+        records.write(records.make(exhibit, "paper", values, config={"task": task}), tmp_path)
+
+    same, everyone = "idp-sgd/table-10-classes", range(10)
+    write(same, **{f"class_{c}__class__same": 40.0 + c for c in everyone})
+
+    def rows():
+        found = experiments.findings(records.find(same, "paper", tmp_path), "idp-sgd/figures-5-6")
+        return [(row.where, row.ours, row.outcome) for row in found.rows]
+
+    assert rows() == []
+    for c in everyone:
+        moved = {"higher": 52.0 + c + c % 3, "lower": 40.0 + c + lower + c % 2 - 0.5}
+        write(
+            f"idp-sgd/table-10-class-{c}",
+            **{f"class_{c}__class__{level}": accuracy for level, accuracy in moved.items()},
+        )
+    assert rows()[0] == ("CIFAR-10, higher", "+12.9 points, 10 of 10", "holds")
+    assert rows()[1][::2] == ("CIFAR-10, lower", said)
+    write("idp-sgd/table-10-class-7", task="mnist", **{"class_7__class__higher": 0.0})
+    assert rows()[0][1] == "+12.9 points, 9 of 9", "of another task"
+
+
 def test_a_class_with_another_budget_is_compared_with_the_same_budget_for_all(tmp_path):
     name, other = "idp-sgd/table-10-class-3", "idp-sgd/table-10-classes"
 

@@ -16,6 +16,7 @@ import torch
 
 from dpcompanion.reproduction import intervals, pieces
 from dpcompanion.reproduction.experiments import experiment, finding
+from dpcompanion.reproduction.papers.idp_sgd.classes import MOVES, moves_as_its_budget
 from dpcompanion.reproduction.papers.idp_sgd.training import (
     CIFAR10,
     Trials,
@@ -258,6 +259,20 @@ for _one in range(10):
         "and they gain",
         of=_name,
     )(budgets_move_classes)
+
+
+@finding("idp-sgd/figures-5-6", MOVES, of="idp-sgd/table-10-classes")
+def own_budget_matters_on_photographs(record):
+    """Figure 5 is of the accuracies of table 10: of as many classes as have a record."""
+    own = [record.beside(f"idp-sgd/table-10-class-{c}") for c in range(10)]
+    for level in ("higher", "lower"):
+        moved = [
+            each.values[f"{key}.{level}"].mean - record.values[f"{key}.same"].mean
+            for each, key in zip(own, (f"class_{c}.class" for c in range(10)))
+            if each is not None and each.config["task"] == record.config["task"]
+        ]
+        if moved:
+            yield f"CIFAR-10, {level}", *moves_as_its_budget(level, moved)
 
 
 @dataclasses.dataclass(frozen=True)
