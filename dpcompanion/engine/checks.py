@@ -159,13 +159,15 @@ def check_not_compiled(module, args):
         _refuse_compiled()
 
 
-@torch.compiler.disable
-def _refuse_compiled():
-    """Called by traced code, untraced itself, so that the loop gets this error."""
+def _refuse():
     raise ValueError(
         "module must not be compiled: gradients of examples come from hooks, which torch.compile "
         "does not keep in every case; call the module that the engine returned"
     )
+
+
+#: Called by traced code and untraced itself, so that the loop gets this error.
+_refuse_compiled: Any = torch.compiler.disable(_refuse)
 
 
 def _check_begins_here(module, args, kwargs):

@@ -297,7 +297,7 @@ class TrainingLoop:
         if not isinstance(plan, DPSGDPlan):
             raise ValueError(f"plan must be a DPSGDPlan, got {plan!r}")
         examples = examples_of(data, plan.n)
-        if isinstance(examples, OfPersons) and plan.unit == "example":
+        if plan.unit == "example" and issubclass(type(examples), OfPersons):
             plan = dataclasses.replace(plan, unit="person")  # in all that the run states
         checks.check_alone(model, opacus=True)
         checks.check_model(model)

@@ -668,11 +668,7 @@ def test_accuracies_of_attacked_networks_are_numbers_of_their_own_and_areas_are_
 @pytest.mark.parametrize(
     "exhibit, left, whole",
     [
-        (
-            "figures-5-6",
-            "cifar10, more than 5 of 80 epochs on MNIST",
-            ["figures-5-6"],
-        ),
+        ("figures-5-6", "cifar10, more than 5 of 80 epochs on MNIST", ["figures-5-6"]),
         ("table-11", "more than 5 of 80 epochs on MNIST", ["table-11"]),
         ("figure-7", "more than 5 of 80 epochs on MNIST", ["table-11"]),
     ],
