@@ -124,14 +124,18 @@ def timed(seconds: float) -> Interval:
     return Interval(seconds, seconds / 2, 2 * seconds)
 
 
-def mean(values: Iterable[float], *, confidence: float = 0.95) -> Interval:
+def mean(
+    values: Iterable[float], *, confidence: float = 0.95, beside: float = math.inf
+) -> Interval:
     """Of a mean over seeds, by Student's t; one seed alone has no interval.
 
     Args:
         values: one number for each seed.
+        beside: how many runs there are, each of the same spread as the others, of which the values
+            are the distances; by default their mean is known.
 
-    >>> f"{mean([96.0, 97.0, 98.0]):.2f}"
-    '97.00 (94.52 to 99.48)'
+    >>> f"{mean([96.0, 97.0, 98.0]):.2f}", f"{mean([0.5, 1.5, 2.5], beside=1):.2f}"
+    ('97.00 (94.52 to 99.48)', '1.50 (-3.47 to 6.47)')
     """
     values = _numbers("values", values)
     centre = math.fsum(values) / len(values)
@@ -140,10 +144,12 @@ def mean(values: Iterable[float], *, confidence: float = 0.95) -> Interval:
         if len(values) > 1
         else math.nan
     )
-    return of_summary(centre, sd, len(values), confidence=confidence)
+    return of_summary(centre, sd, len(values), confidence=confidence, beside=beside)
 
 
-def of_summary(mean: float, sd: float, n: int, *, confidence: float = 0.95) -> Interval:
+def of_summary(
+    mean: float, sd: float, n: int, *, confidence: float = 0.95, beside: float = math.inf
+) -> Interval:
     """As `mean`, from the mean, the standard deviation (over n - 1) and the number of values.
 
     >>> of_summary(97.0, 1.0, 3) == globals()["mean"]([96.0, 97.0, 98.0])
@@ -152,7 +158,8 @@ def of_summary(mean: float, sd: float, n: int, *, confidence: float = 0.95) -> I
     _checks.in_interval("confidence", confidence, 0, 1, closed="neither")
     if n < 2 or not math.isfinite(sd):
         return unknown(mean)
-    reach = float(special.stdtrit(n - 1, (1 + confidence) / 2)) * sd / math.sqrt(n)
+    spread = sd * math.sqrt(1 / n + 1 / beside)
+    reach = float(special.stdtrit(n - 1, (1 + confidence) / 2)) * spread
     return Interval(float(mean), mean - reach, mean + reach)
 
 

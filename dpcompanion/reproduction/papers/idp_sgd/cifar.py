@@ -191,11 +191,6 @@ def table_2_cifar10(config, run):
     return accuracies(config, kept_trials(config, run))
 
 
-def _share(percent, examples):
-    """The interval of an accuracy over test examples: one run has no spread over seeds."""
-    return intervals.share(round(percent / 100 * examples), examples)
-
-
 def _classes(outcomes):
     """Accuracy of each class, (seeds, classes)."""
     return torch.stack([torch.as_tensor(one["classes"]) for one in outcomes])
@@ -223,55 +218,56 @@ def table_10_classes(config, run):
     return values
 
 
-def budgets_move_classes(record):
-    """Each of the record's classes and the others, beside the same budget for all."""
-    same = record.beside("idp-sgd/table-10-classes")
-    if same is None or same.config["task"] != record.config["task"]:
-        return
-    for level in ("higher", "lower"):
-        for c in [
-            key.partition(".")[0] for key in record.values if key.endswith(f".class.{level}")
-        ]:
-            own, others = (
-                [
-                    _share(found.values[f"{c}.{whose}.{name}"][0], n)
-                    for found, name in ((record, level), (same, "same"))
-                ]
-                for whose, n in (("class", 1000), ("others", 9000))
-            )
-            moved, theirs = own[0] - own[1], others[0] - others[1]
-            gains, loses = (moved, theirs) if level == "higher" else (theirs, moved)
-            yield (
-                f"class {c[-1]}, {level}",
-                f"{100 * moved.estimate:+.1f} points, the others {100 * theirs.estimate:+.1f}",
-                intervals.every(gains.above(0), loses.below(0)),
-            )
-
-
 # Each class is a run of its own, since it takes hours.
 for _one in range(10):
-    _name = f"idp-sgd/table-10-class-{_one}"
     _kinds = (f"class-{_one}.lower", f"class-{_one}.higher")
-    experiment(_name, paper=dataclasses.replace(_SAME, kinds=_kinds))(table_10_classes)
-    finding(
-        "idp-sgd/table-10",
-        "a class with a higher budget gains and the other nine lose, with a lower budget it loses "
-        "and they gain",
-        of=_name,
-    )(budgets_move_classes)
+    experiment(f"idp-sgd/table-10-class-{_one}", paper=dataclasses.replace(_SAME, kinds=_kinds))(
+        table_10_classes
+    )
+
+
+def _moved(record, level):
+    """How far the accuracy of each class that has a record moved with its own budget, and that of
+    the nine others: two lists.
+    """
+    own, others = [], []
+    for c in range(10):
+        found = record.beside(f"idp-sgd/table-10-class-{c}")
+        if found is not None and found.config["task"] == record.config["task"]:
+            for whose, moved in (("class", own), ("others", others)):
+                after, before = (
+                    each.values[f"class_{c}.{whose}.{name}"].mean
+                    for each, name in ((found, level), (record, "same"))
+                )
+                moved.append(after - before)
+    return own, others
+
+
+@finding(
+    "idp-sgd/table-10",
+    "classes with a higher budget gain and the nine others lose, with a lower budget they lose and "
+    "the others gain: each on average over the classes",
+    of="idp-sgd/table-10-classes",
+)
+def budgets_move_classes(record):
+    """All classes are compared with one run: its own spread is that of the others' accuracies."""
+    for level, sign in (("higher", 1), ("lower", -1)):
+        own, others = _moved(record, level)
+        if own:
+            gain, loss = intervals.mean(own), intervals.mean(others, beside=1)
+            gains, loses = (gain, loss) if sign > 0 else (loss, gain)
+            yield (
+                f"CIFAR-10, {level}, {len(own)} classes",
+                f"{gain:+.1f} points, the others {loss:+.1f}",
+                intervals.every(gains.above(0), loses.below(0)),
+            )
 
 
 @finding("idp-sgd/figures-5-6", MOVES, of="idp-sgd/table-10-classes")
 def own_budget_matters_on_photographs(record):
     """Figure 5 is of the accuracies of table 10: of as many classes as have a record."""
-    own = [record.beside(f"idp-sgd/table-10-class-{c}") for c in range(10)]
     for level in ("higher", "lower"):
-        moved = [
-            each.values[f"{key}.{level}"].mean - record.values[f"{key}.same"].mean
-            for each, key in zip(own, (f"class_{c}.class" for c in range(10)))
-            if each is not None and each.config["task"] == record.config["task"]
-        ]
-        if moved:
+        if moved := _moved(record, level)[0]:
             yield f"CIFAR-10, {level}", *moves_as_its_budget(level, moved)
 
 

@@ -179,7 +179,7 @@ def _redrawn(name, task, run, config, epsilon):
 @experiment(
     "intrinsic-privacy/table-3",
     quick=Intrinsic(QUICK),
-    paper=Intrinsic(PAPER | UNSCALED, redrawn=3),
+    paper=Intrinsic(PAPER | UNSCALED, redrawn=19),
 )
 def table_3(config, run):
     """Algorithm 1 as the paper computes it (fractional passes, the classical formula), and as the
