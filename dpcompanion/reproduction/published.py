@@ -161,7 +161,8 @@ class Exhibit:
     computing; `beyond` are patterns of its numbers of which that is so where it is not so of the
     rest. `takes` is about how long its experiment takes at its own scale, and on what. `looks`
     counts how often its claims were looked at, with more seeds each time: what two looks left
-    undecided, with intervals that allow for two, is not looked at a third time.
+    undecided, with intervals that allow for two, is not looked at a third time. `lacks` says what
+    it shows that no record of ours has, though all of its data and networks were run.
     """
 
     paper: str
@@ -189,6 +190,7 @@ class Exhibit:
     beyond: tuple[str, ...] = ()
     takes: str = ""
     looks: int = 1
+    lacks: str = ""
     numbers: Mapping[str, Any] = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({})
     )

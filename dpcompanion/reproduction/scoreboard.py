@@ -261,7 +261,9 @@ class ExhibitStatus:
         held, record = self.evidence, self.evidence.record
         recorded = record if record is not None and record.preset == "paper" else None
         tasks = states.not_run(self.exhibit, recorded, held.parts)
-        missing = ", ".join([*held.missing, *(f"more than {part}" for part in held.shortened)])
+        # No command supplies what the exhibit lacks besides.
+        parts = [part for part in held.missing if part != self.exhibit.lacks]
+        missing = ", ".join([*parts, *(f"more than {part}" for part in held.shortened)])
         numbers = self.outcomes.numbers
         if not missing and (left := sum(numbers.get(word, 0) for word in states.NOT_RUN)):
             missing = f"{left} of {sum(numbers.values())} numbers"

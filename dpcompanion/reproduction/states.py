@@ -109,12 +109,17 @@ def runs_live(exhibit: published.Exhibit) -> bool:
 
 
 def missing(exhibit: published.Exhibit, found: Iterable[records.Record]) -> tuple[str, ...]:
-    """The exhibit's data sets and networks without a record; accounts alone miss nothing."""
+    """The exhibit's data sets and networks without a record, and what else it lacks; accounts alone
+    miss nothing.
+    """
     found = [record for record in found if record.data]
     has = {entry["name"] for record in found for entry in record.data}
     has |= {name for record in found for name in experiments.networks(record)}
     return (
-        tuple(part for part in (*exhibit.data, *exhibit.networks) if part not in has)
+        (
+            *(part for part in (*exhibit.data, *exhibit.networks) if part not in has),
+            *filter(None, [exhibit.lacks]),
+        )
         if found
         else ()
     )

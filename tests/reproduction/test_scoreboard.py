@@ -517,6 +517,13 @@ def test_another_exhibits_tasks_that_were_not_run_leave_an_exhibit_whole():
     )
 
 
+def test_what_an_exhibit_lacks_beside_its_data_leaves_it_in_part():
+    one = by_name()["idp-sgd/figure-7"]
+    assert one.state == "in part" and one.exhibit.lacks == "the accuracies over training"
+    assert one.basis.endswith("without the accuracies over training")
+    assert one.to_do is None
+
+
 @pytest.mark.parametrize("sample, left", [([90.0, 96.0, 93.0], True), ([95.0, 95.1, 95.2], False)])
 def test_what_too_few_seeds_leave_undecided_names_more_of_them(tmp_path, sample, left):
     kept = by_name()["idp-sgd/table-14"].evidence.record

@@ -231,7 +231,7 @@ def test_the_methods_stand_in_the_papers_order_on_the_small_task_and_one_trial_h
         == record.values["mnist-5k.B.dpsgd"].mean
         == final["dpsgd"]
     )
-    assert sum(experiments.findings(record, "idp-sgd/figure-1").counts().values()) == 4
+    assert sum(experiments.findings(record, "idp-sgd/figure-1").counts().values()) == 10
     assert experiments.findings(record).counts() == {"undecided": 4}
     gain, reach = chapter.ahead(record, "A.sample", "dpsgd")
     assert gain == pytest.approx(final["A.sample"] - final["dpsgd"]) and reach == math.inf
@@ -285,19 +285,87 @@ def test_what_is_shared_with_other_tables_trials_is_what_runs_side_by_side_reach
     assert alone[key] == [one["final"] for one in trials[kind]]
 
 
+@pytest.mark.parametrize(
+    "early, late, said",
+    [
+        ((91, 91.1), (97, 97.1), "holds"),
+        ((88, 88.1), (97, 97.1), "fails"),
+        ((90, 91), (97, 98), "undecided"),
+    ],
+)
+def test_a_method_that_is_behind_early_is_not_ahead_throughout(early, late, said):
+    looks = {"dpsgd": ((90, 90.1), (95, 95.1)), "B.scale": (early, late)}
+    values = {"dpsgd.epochs": [5, 10], "B.scale.epochs": [5, 10]}
+    for kind, each in looks.items():
+        values[f"{kind}.accuracy"] = [records.mean_and_sd(look) for look in each]
+        values[f"{kind}.final"] = list(each[-1])
+    config = chapter.Trials(TINY, tuple(looks), (0, 1))
+    record = records.make("idp-sgd/table-2", "paper", values, config=config)
+    (row,) = experiments.findings(record, "idp-sgd/figure-1").rows
+    assert (row.where, row.outcome) == ("B.scale", said)
+    assert row.ours.startswith("least in epoch 5: ")
+
+
+def test_distributions_are_compared_by_each_method(tmp_path):
+    finals = {
+        "A.sample": (96, 97, 98),
+        "B.sample": (95, 96, 97.1),
+        "A.scale": (96, 97, 98),
+        "B.scale": (97, 96, 98),
+    }
+    values = {f"{kind}.final": list(each) for kind, each in finals.items()}
+    config = chapter.Trials(TINY, tuple(finals), (0, 1, 2))
+    record = records.make("idp-sgd/table-2", "paper", values, config=config)
+    rows = experiments.findings(record, "idp-sgd/figure-1").rows
+    assert [(row.where, row.outcome) for row in rows] == [
+        ("Sample", "holds"),
+        ("Scale", "undecided"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "best, seventh, said", [(94, 0.9, ("holds", "holds")), (93, 0.72, ("undecided", "fails"))]
+)
+def test_filters_are_judged_at_their_best_step_and_by_who_is_used_longer(best, seventh, said):
+    """At DP-SGD's last step, the second of three, the filter is ahead or not, and then behind."""
+    course = {
+        "dpsgd": [(90, 90.1), (93, 93.1)],
+        "accounting": [(90, 90.1), (best, best + 0.1), (92, 92.1)],
+        "accounting_and_assignment": [(90, 90.1), (93, 93.1), (92.5, 92.6)],
+    }
+    active = {"dpsgd": [1.0, 1.0], "accounting": [1.0, 0.7, 0.7]}
+    active["accounting_and_assignment"] = [1.0, seventh, 0.7]
+    values = {f"full.{kind}.active": each for kind, each in active.items()}
+    for kind, each in course.items():
+        values[f"full.{kind}.course"] = [records.mean_and_sd(step) for step in each]
+        values[f"full.{kind}.final"] = list(each[-1])
+    data = [{"name": "mnist", "examples": 60000}]
+    config = {"descents": {"full": {}}, "seeds": [0, 1]}
+    record = records.make("idp-sgd/table-4", "paper", values, config=config, data=data)
+    (filters, _), (longer,) = (
+        experiments.findings(record, f"idp-sgd/{exhibit}").rows
+        for exhibit in ("table-4", "figure-3")
+    )
+    assert (filters.where, filters.outcome) == ("full, step 2 of 3", said[0])
+    assert (longer.where, longer.outcome) == ("full, step 2", said[1])
+
+
 @pytest.mark.parametrize("seeds", [(0,), (0, 1)])
 @pytest.mark.parametrize(
     "kinds,judged",
     [
-        (("dpsgd", "A.sample"), (1, 0, 0)),
+        (("dpsgd", "A.sample"), (1, 1, 0)),
         (("A.sample", "loosest"), (0, 0, 0)),
-        (("dpsgd", "loosest", "A.scale"), (1, 1, 0)),
-        (("dpsgd", "B.sample", "B.scale", "B.alone"), (2, 0, 1)),
+        (("A.sample", "B.sample", "B.scale"), (0, 1, 0)),
+        (("dpsgd", "loosest", "A.scale"), (1, 2, 0)),
+        (("dpsgd", "B.sample", "B.scale", "B.alone"), (2, 2, 1)),
     ],
 )
 def test_findings_are_judged_by_the_kinds_and_seeds_that_a_record_has(kinds, judged, seeds):
     values = {f"{kind}.final": [90.0 + k + seed for seed in seeds] for k, kind in enumerate(kinds)}
     values |= {f"{kind}.group_loss": [records.mean_and_sd([0.1])] for kind in kinds}
+    values |= {f"{kind}.accuracy": [records.mean_and_sd([0.1])] for kind in kinds}
+    values |= {f"{kind}.epochs": [5] for kind in kinds}
     record = records.make(
         "idp-sgd/table-2", "paper", values, config=chapter.Trials(TINY, kinds, seeds)
     )
