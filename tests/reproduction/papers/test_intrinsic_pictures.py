@@ -22,7 +22,7 @@ def test_a_claim_is_called_refuted_where_its_finding_fails():
     found = recorded("algorithm-1")
     cells = [row for _, row in pictures.claim_rows(found)]
     judged = experiments.findings(found["recorded"], f"{PAPER}/algorithm-1")
-    for column, words in ((1, "theorem 2's sensitivity"), (2, "empirical sensitivity")):
+    for column, words in ((1, "theorem 2's sensitivity, for"), (2, "empirical sensitivity")):
         fails = [row.outcome == "fails" for row in judged.rows if words in row.criterion]
         shown = ["refuted" in row[column] for row in cells if row[column] != "no theorem"]
         assert fails and sorted(shown) == sorted(fails)
