@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+import types
 
 import numpy as np
 import pytest
 import torch
 
 from dpcompanion import output_perturbation
-from dpcompanion.reproduction import experiments, published, runs
+from dpcompanion.reproduction import experiments, intervals, published, runs
 from dpcompanion.reproduction.papers import intrinsic_privacy as ip
 from dpcompanion.reproduction.runs import Run
 
@@ -227,3 +228,12 @@ def test_the_hyperparameters_are_those_of_table_2():
         assert ours == tuple(
             table_2[f"{name}.{key}"] for key in ("batch_size", "learning_rate", "batches")
         )
+
+
+@pytest.mark.parametrize("forest, digits, said", [(5.0, 1.2, "hh"), (1.9, 2.5, "ff")])
+def test_the_bound_is_loose_but_for_the_digits(forest, digits, said):
+    ratios = {"forest": forest, "mnist-binary-unscaled": digits}
+    values = {f"{name}.bound_over_data": ratio for name, ratio in ratios.items()}
+    record = types.SimpleNamespace(values=values)
+    rows = list(ip.distances._bound_is_loose(record, list(ratios)))
+    assert [intervals.outcome(outcome)[0] for *_, outcome in rows] == list(said)
