@@ -20,7 +20,7 @@ for _exhibit, _function, _config, _asked in (
         "figure-4",
         figure_4,
         Means(LONG, batch_sizes=(32, 128), pool=20, shown=100),
-        {"figure-4": "figure-4", "figure-8": "figure-4", "theorem-3.6": "theorem-3.6"},
+        {"figure-4": "figure-4", "theorem-3.6": "theorem-3.6"},
     ),
     ("figure-6", figure_6, WatchMore(LONG), {"figure-6": "figure-6"}),
 ):

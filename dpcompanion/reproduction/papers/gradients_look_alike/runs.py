@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from dpcompanion.accounting import rdp_sampled_gaussian, rdp_to_epsilon
 from dpcompanion.per_instance import exact_composition, holder_order, log_mass, step_divergence
 from dpcompanion.reproduction import intervals
-from dpcompanion.reproduction.papers.common import Trace, within_the_piece
+from dpcompanion.reproduction.experiments import finding
+from dpcompanion.reproduction.papers.common import Trace, reported, within_the_piece
 from dpcompanion.training import Callbacks, DPSGDPlan, cross_entropy, gradient_norms, models, train
 
 STAGES = ("initial", "middle", "final")
@@ -80,6 +81,9 @@ MODELS = {
     ),
     "resnet20": functools.partial(models.resnet20, groups=16, affine=True),
 }
+
+NETWORKS = ("lenet5", "resnet20")  # that the paper trains
+OTHERS = ", with a network that the paper does not train"
 
 # Examples in one pass: a whole batch of 128 as it is drawn, faster than what the library chooses.
 TOGETHER = {"resnet20": 192}
@@ -330,6 +334,29 @@ def worst_case(plan, orders=ORDERS):
 def points_of(record, name):
     """How many points a task of a record looks at."""
     return record.config["tasks"][name]["points"]
+
+
+def claim_by_network(exhibit: str, text: str) -> Callable[[Callable], Callable]:
+    """Register a claim of the paper that is judged by the paper's networks alone.
+
+    The same of other networks, which stand in for them, is a finding of our own. The function that
+    follows takes a record and the names of the tasks that it judges.
+    """
+
+    def register(judge):
+        finding(exhibit, text)(functools.partial(_judge_some, judge, True))
+        finding(exhibit, text + OTHERS, kind="own")(functools.partial(_judge_some, judge, False))
+        return judge
+
+    return register
+
+
+def _judge_some(judge, of_the_paper, record):
+    tasks = record.config["tasks"] | record.config.get("larger", {})
+    return judge(
+        record,
+        [name for name in reported(record) if (tasks[name]["model"] in NETWORKS) == of_the_paper],
+    )
 
 
 def mean_of(share, n):
