@@ -297,8 +297,7 @@ class TrainingLoop:
         if not isinstance(plan, DPSGDPlan):
             raise ValueError(f"plan must be a DPSGDPlan, got {plan!r}")
         examples = examples_of(data, plan.n)
-        if plan.unit == "example" and issubclass(type(examples), OfPersons):
-            plan = dataclasses.replace(plan, unit="person")  # in all that the run states
+        plan = _said_of_persons(plan) if issubclass(type(examples), OfPersons) else plan
         checks.check_alone(model, opacus=True)
         checks.check_model(model)
         checks.check_types(model, examples.probe[0])
@@ -791,6 +790,11 @@ class TrainingLoop:
         self.take_over(content)  # which refuses other trackers, before anything of the user changes
         run.model.load_state_dict(content["model"])
         run.optimizer.load_state_dict(content["optimizer"])
+
+
+def _said_of_persons(plan):
+    """The plan, whose statements speak of persons where it has no word of its own for them."""
+    return dataclasses.replace(plan, unit="person") if plan.unit == "example" else plan
 
 
 def _has_ended(content, plan):
