@@ -249,3 +249,19 @@ def test_means_of_cats_and_ships_are_held_against_the_print_as_the_paper_convert
     values["epsilon"] = [4.0 + number / 10 for number in range(10)]
     record = made_up("figure-6-resnet20", values)
     assert outcomes(record, "figure-6", "cats and ships") == ["holds", "fails"]
+
+
+@pytest.mark.parametrize(
+    "lowest, median, outcome",
+    [(0.99, 1.002, "holds"), (0.94, 1.0, "fails"), (0.99, 1.02, "fails"), (0.99, 0.98, "fails")],
+)
+def test_rounding_has_almost_no_impact_where_it_moves_epsilon_by_little(lowest, median, outcome):
+    """The record is that of the second version's Table 1."""
+    key = "mnist_cnn.nearest_0.01"
+    record = records.make(
+        "individual-accounting/table-1",
+        "paper",
+        {f"{key}.lowest": lowest, f"{key}.median": median},
+        config={"tasks": {"mnist_cnn": {}}},
+    )
+    assert outcomes(record, "text-cost", "almost no impact") == [outcome]
