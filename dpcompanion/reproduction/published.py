@@ -153,7 +153,8 @@ class Exhibit:
     where the exhibit's unit does not say so; `tests` name the tests that check an exhibit that no
     experiment computes, as "tests/test_x.py::test_y". `tolerance` is how far a
     close number may lie from the print, as a share of it. `unprinted` says which settings the paper
-    leaves out: a disagreement then contradicts nothing. `part_of` is the id of the exhibit that a
+    leaves out: a disagreement then contradicts nothing. `deviation` says in which settings that the
+    paper does print our runs differ from it. `part_of` is the id of the exhibit that a
     run of its own computes a part of, such as one data set of several. `shortened` says of a part
     how much of the paper's training it has, such as "10 of 100 epochs of ResNet-20 on CIFAR-10":
     its numbers are not held against the print, and the exhibit stays unfinished. `needs` says what
@@ -184,6 +185,7 @@ class Exhibit:
     tests: tuple[str, ...] = ()
     tolerance: float = 0.1
     unprinted: str = ""
+    deviation: str = ""
     part_of: str = ""
     shortened: str = ""
     needs: str = ""

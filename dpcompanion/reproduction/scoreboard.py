@@ -204,6 +204,8 @@ class ExhibitStatus:
             parts += [f"with {part}" for part in held.shortened]
             if held.missing:
                 parts.append(f"without {', '.join(held.missing)}")
+            if self.exhibit.deviation:
+                parts.append(f"with {self.exhibit.deviation}")
             if self.exhibit.unprinted:
                 parts.append("settings not printed")
             return ", ".join(parts)

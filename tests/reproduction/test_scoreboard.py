@@ -296,6 +296,14 @@ def test_what_disagrees_contradicts_nothing_where_settings_are_not_printed():
     assert one.state == "in part" and one.basis.endswith("settings not printed")
 
 
+def test_printed_settings_that_our_runs_do_not_have_stand_in_the_basis():
+    one = by_name()["per-instance-accounting/table-2"]
+    assert one.exhibit.deviation in one.basis
+    assert one.basis.endswith(", with K = 0, for 2 in the paper, settings not printed")
+    one = by_name()["idp-sgd/table-5"]
+    assert not one.exhibit.deviation and "in the paper" not in one.basis
+
+
 def test_a_stand_in_runs_none_of_the_numbers_of_the_paper():
     for name, smaller in (
         ("individual-accounting/table-3", {"holds": 1}),
@@ -546,7 +554,7 @@ def test_an_exhibit_has_as_few_seeds_as_the_part_with_the_fewest():
     board = by_name()
     assert board["individual-accounting/figure-3"].basis == (
         "paper record of a stand-in, 10 seeds, with 100 epochs of ResNet-20 on CIFAR-10 in batches "
-        "of 1,024"
+        "of 1,024, settings not printed"
     )
     assert board["idp-sgd/table-2"].basis == "paper record, one to 3 seeds, without svhn"
     assert board["idp-sgd/table-14"].basis == "paper record, 3 seeds"

@@ -9,7 +9,7 @@ import torch
 
 from dpcompanion import individual
 from dpcompanion.accounting import gaussian_delta
-from dpcompanion.reproduction import experiments, records, runs, scoreboard
+from dpcompanion.reproduction import experiments, published, records, runs, scoreboard
 from dpcompanion.reproduction.papers import individual_accounting as ia
 from dpcompanion.reproduction.papers import yu
 from dpcompanion.reproduction.papers.individual_accounting import words
@@ -264,6 +264,16 @@ def test_log_losses_of_zero_are_left_out():
     losses = np.array([0.0, 1.0, math.e, math.e**2])
     assert ia.with_log_loss(np.array([9.0, 0.0, 1.0, 2.0]), losses) == pytest.approx(1)
     assert math.isnan(ia.pearson(np.ones(3), np.arange(3)))
+
+
+def test_the_print_is_compared_with_what_the_papers_method_releases(run):
+    values = ia.releases.table_2(ia.releases.Release({"mnist-5k": SHORT}, draws=2), run)
+    printed = published.exhibit(f"{ia.NAME}/table-2").flat()
+    keys = {key.removeprefix("mnist.") for key in printed if key.startswith("mnist.")}
+    assert "andrew2021.released.median" in keys and "released.median" not in keys
+    assert keys <= {key.removeprefix("mnist-5k.") for key in values}
+    by = [values[f"mnist-5k.{kind}released.median"] for kind in ("", "cdf.", "andrew2021.")]
+    assert by[0] == by[1] != by[2]
 
 
 def test_an_overfitted_model_betrays_its_members(run):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dpcompanion.accounting import rdp_sampled_gaussian
-from dpcompanion.reproduction import experiments, runs
+from dpcompanion.reproduction import experiments, published, records, runs
 from dpcompanion.reproduction.papers import per_instance_accounting as chapter
 from dpcompanion.reproduction.papers import yu as second
 
@@ -141,3 +141,127 @@ def test_running_estimates_lag_and_passes_do_not():
         for norm in config.norms
     )
     assert chapter.true_divergence(probabilities, added, 1.0) == pytest.approx(exact, rel=1e-9)
+
+
+def made_up(exhibit, values=(), histogram=None, n=50_000, data="cifar10"):
+    """A record with the settings of our run on CIFAR-10, or of that on MNIST."""
+    shape = {"cifar10": (208, 3.2), "mnist": (100, 6.0)}[data]
+    setting = dict(zip(("epochs", "noise_multiplier"), shape)) | {"data": data, "batch_size": 4000}
+    return records.make(
+        f"{chapter.NAME}/{exhibit}",
+        "paper",
+        dict(values),
+        config={"setting": {**setting, "model": "resnet20"}},
+        data=[{"name": data, "split": "train", "examples": n}],
+        arrays={} if histogram is None else {"histogram": np.asarray(histogram)},
+    )
+
+
+def outcomes(record, exhibit, words):
+    """Of the criterion whose text holds these words."""
+    rows = experiments.findings(record, f"{chapter.NAME}/{exhibit}").rows
+    return [row.outcome for row in rows if words in row.criterion]
+
+
+def test_what_converts_epsilons_is_as_near_as_it_says_where_a_record_has_both():
+    record = experiments.get(f"{chapter.NAME}/table-2-resnet20").record("paper")
+    ours, theirs = (
+        np.array([record.values[f"{part}non_private.{key}"] for key in second.STATISTICS])
+        for part in ("", "published.")
+    )
+    off = np.abs(chapter.converted(record, ours) / theirs - 1)
+    assert off.max() <= 0.8 * chapter.CONVERSION_ERROR < ours.min()
+    assert chapter.converted(record, theirs, back=True) == pytest.approx(ours, rel=0.02)
+    top = chapter.plain_epsilon(record, accountant="rdp")
+    worst = float(chapter.as_published(4000 / 60_000, [6.0], [[1500]]))
+    assert float(chapter.converted(record, top)) == pytest.approx(worst, rel=1e-9)
+
+
+def share_at_the_top(share, n):
+    """A histogram with so large a share of n examples at the worst case, the rest in its middle."""
+    counts = np.zeros(120, dtype=int)
+    counts[119] = round(share * n)
+    counts[60] = n - counts[119]
+    return counts
+
+
+@pytest.mark.parametrize(
+    "data, share, outcome",
+    [
+        ("cifar10", 0.30, "holds"),
+        ("cifar10", 0.22, "fails"),
+        ("cifar10", 0.27, "undecided"),
+        ("mnist", 0.03, "holds"),
+        ("mnist", 0.02, "fails"),
+    ],
+)
+def test_the_share_at_the_worst_case_is_held_against_the_print(data, share, outcome):
+    assert chapter.printed_limit() == pytest.approx(6.959 / 7.25, rel=1e-3)
+    part = {"cifar10": "figure-1-resnet20", "mnist": "figure-1-mnist"}[data]
+    top = {"cifar10": 6.365167, "mnist": 1.864743}[data]
+    record = made_up(
+        part, {"worst_case": top}, share_at_the_top(share, 50_000), n=50_000, data=data
+    )
+    assert chapter.reached(record).estimate == pytest.approx(share, abs=1e-4)
+    words = "the share at the worst case"
+    assert outcomes(record, "text-worst-case-share", words) == [outcome]
+    if data == "cifar10":
+        assert outcomes(record, "text-worst-case-share", "less than half") == ["holds"]
+
+
+def test_the_bin_that_holds_the_limit_makes_the_interval():
+    counts = np.zeros(120, dtype=int)
+    counts[[60, 115, 118]] = 5_000, 2_000, 3_000  # the limit lies in bin 115
+    share = chapter.reached(made_up("figure-1-resnet20", {"worst_case": 6.365167}, counts))
+    assert share.low < 0.3 < share.estimate < 0.5 < share.high
+
+
+@pytest.mark.parametrize("low, outcome", [(20, "holds"), (47, "undecided"), (70, "fails")])
+def test_a_large_range_of_epsilons_is_one_of_twice_the_tenth_quantile(low, outcome):
+    counts, top = np.zeros(120, dtype=int), 6.365167
+    counts[[low, 80, 95]] = 10_000, 20_000, 20_000
+    middle = [(place + 0.5) / 120 * top for place in (low, 80, 95)]
+    values = {"worst_case": top, "quantiles": middle, "below_90_percent": 1.0}
+    record = made_up("figure-1-resnet20", values, counts)
+    assert outcomes(record, "figure-1", "large range") == [outcome]
+    assert outcomes(record, "figure-1", "at least 10% below") == ["holds"]
+
+
+def test_statistics_are_held_against_the_print_as_the_paper_converts():
+    printed = published.exhibit(f"{chapter.NAME}/table-3")
+    prefix = "non_private."
+    theirs = np.array([float(printed[f"{prefix}{key}"]) for key in second.STATISTICS])
+    error = dict.fromkeys(("andrew2021", "cdf"), records.mean_and_sd([1.0, 1.1]))
+    words, factors = "by about the paper's conversion", [1.0, 1.0, 1.1, 0.9, 0.85, 1.0]
+    blank = made_up("table-3")
+    ours = chapter.converted(blank, theirs * factors, back=True)
+    values = {f"{prefix}{key}": float(value) for key, value in zip(second.STATISTICS, ours)}
+    values |= {f"{method}.mean_error_percent": each for method, each in error.items()}
+    found = outcomes(made_up("table-3", values), "table-3", words)
+    assert found == ["holds", "holds", "undecided", "undecided", "fails", "holds"]
+
+
+def test_means_of_cats_and_ships_are_held_against_the_print_as_the_paper_converts():
+    blank = made_up("figure-6-resnet20")
+    ours = chapter.converted(blank, np.array([6.43, 1.3 * 4.87]), back=True)
+    values = dict(zip(("cifar10.cat", "cifar10.ship"), map(float, ours)))
+    values |= {key: list(range(10)) for key in ("last_loss", "mean_loss")}
+    values["epsilon"] = [4.0 + number / 10 for number in range(10)]
+    record = made_up("figure-6-resnet20", values)
+    assert outcomes(record, "figure-6", "cats and ships") == ["holds", "fails"]
+
+
+@pytest.mark.parametrize(
+    "lowest, median, outcome",
+    [(0.99, 1.002, "holds"), (0.94, 1.0, "fails"), (0.99, 1.02, "fails"), (0.99, 0.98, "fails")],
+)
+def test_rounding_has_almost_no_impact_where_it_moves_epsilon_by_little(lowest, median, outcome):
+    """The record is that of the second version's Table 1."""
+    key = "mnist_cnn.nearest_0.01"
+    record = records.make(
+        "individual-accounting/table-1",
+        "paper",
+        {f"{key}.lowest": lowest, f"{key}.median": median},
+        config={"tasks": {"mnist_cnn": {}}},
+    )
+    assert outcomes(record, "text-cost", "almost no impact") == [outcome]

@@ -15,6 +15,7 @@ serve here.
 
 from dpcompanion.reproduction.papers.per_instance_accounting import (
     accounts,
+    against_print,
     clipping,
     hidden,
     membership,
@@ -29,11 +30,16 @@ from dpcompanion.reproduction.papers.per_instance_accounting.hidden import (
     true_divergence,
 )
 from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
+    CONVERSION_ERROR,
     DIGITS,
     NAME,
     SETTINGS,
+    as_published,
+    converted,
     make_plan,
     plain_epsilon,
+    printed_limit,
+    reached,
     run_setting,
     worst_case,
 )
