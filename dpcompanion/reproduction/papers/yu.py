@@ -224,6 +224,16 @@ def trackers_of(task, plan, model, loss, data, chosen, *, running=False, **optio
     return trackers
 
 
+#: What readers call a task.
+LABELS = {
+    "mnist-5k": "digits",
+    "mnist_cnn": "MNIST, two-layer CNN",
+    "mnist": "MNIST",
+    "cifar10": "CIFAR-10",
+    "utkface_gender": "UTKFace, gender",
+    "utkface_age": "UTKFace, age",
+}
+
 # An epsilon from this share of the worst case on has reached it in our records; neither version of
 # the paper prints a limit, and what Table 3 of the first implies is lower (`printed_limit` there).
 WORST = 0.99

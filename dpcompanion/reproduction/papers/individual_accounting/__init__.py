@@ -34,7 +34,6 @@ from dpcompanion.reproduction.papers.individual_accounting.membership import att
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
     CIFAR10,
     CIFAR10_RESNET,
-    LABELS,
     MNIST,
     MNIST_CNN,
     MNIST_LONG,
@@ -54,6 +53,7 @@ from dpcompanion.reproduction.papers.individual_accounting.trajectories import (
     variance_shares,
 )
 from dpcompanion.reproduction.papers.yu import (
+    LABELS,
     MNIST_5K,
     STABLE,
     Examples,

@@ -16,7 +16,6 @@ from dpcompanion.reproduction.papers.common import (
 )
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
     CIFAR10_RESNET,
-    LABELS,
     LONG,
     NAME,
     PAPER,
@@ -27,6 +26,7 @@ from dpcompanion.reproduction.papers.individual_accounting.runs import (
     with_log_loss,
 )
 from dpcompanion.reproduction.papers.yu import (
+    LABELS,
     WORST,
     Study,
     Tasks,

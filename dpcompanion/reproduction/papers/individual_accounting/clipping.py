@@ -22,7 +22,6 @@ from dpcompanion.reproduction.papers.individual_accounting.accounts import (
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
     CIFAR10,
     CIFAR10_RESNET,
-    LABELS,
     MNIST_CNN,
     NAME,
     PAPER,
@@ -31,7 +30,7 @@ from dpcompanion.reproduction.papers.individual_accounting.runs import (
     trained,
     with_log_loss,
 )
-from dpcompanion.reproduction.papers.yu import WORST, Study, Tasks, clip_key, falls
+from dpcompanion.reproduction.papers.yu import LABELS, WORST, Study, Tasks, clip_key, falls
 
 ONCE = {"refreshes": 1.0, "reference": 0}
 

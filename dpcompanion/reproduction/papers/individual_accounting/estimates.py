@@ -23,7 +23,6 @@ from dpcompanion.reproduction.papers.common import (
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
     CIFAR10,
     CPU,
-    LABELS,
     MNIST_CNN,
     NAME,
     PAPER,
@@ -32,7 +31,7 @@ from dpcompanion.reproduction.papers.individual_accounting.runs import (
     at_length,
     trained,
 )
-from dpcompanion.reproduction.papers.yu import Study
+from dpcompanion.reproduction.papers.yu import LABELS, Study
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,14 +3,9 @@
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import left_out, named, rank, reported, runnable
-from dpcompanion.reproduction.papers.individual_accounting.runs import (
-    LABELS,
-    NAME,
-    QUICK,
-    subset,
-    trained,
-)
+from dpcompanion.reproduction.papers.individual_accounting.runs import NAME, QUICK, subset, trained
 from dpcompanion.reproduction.papers.yu import (
+    LABELS,
     STABLE,
     Membership,
     attacked,

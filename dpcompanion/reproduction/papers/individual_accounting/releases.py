@@ -10,14 +10,13 @@ from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import left_out, named, reported, runnable
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
-    LABELS,
     NAME,
     QUICK,
     at_length,
     subset,
     trained,
 )
-from dpcompanion.reproduction.papers.yu import STATISTICS, Study, released
+from dpcompanion.reproduction.papers.yu import LABELS, STATISTICS, Study, released
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,12 +32,11 @@ from dpcompanion.reproduction.papers.individual_accounting.membership import pri
 from dpcompanion.reproduction.papers.individual_accounting.releases import Release, table_2
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
     CIFAR10_RESNET,
-    LABELS,
     MNIST,
     NAME,
     trained,
 )
-from dpcompanion.reproduction.papers.yu import Study, attacked
+from dpcompanion.reproduction.papers.yu import LABELS, Study, attacked
 
 #: The task, and what readers call it.
 RESNET = "cifar10_resnet20"

@@ -277,16 +277,6 @@ def trained(task, seed, run):
     return Trained(task, plan, found, **arrays, seconds=values["seconds"])
 
 
-LABELS = {
-    "mnist-5k": "digits",
-    "mnist_cnn": "MNIST, two-layer CNN",
-    "mnist": "MNIST",
-    "cifar10": "CIFAR-10",
-    "utkface_gender": "UTKFace, gender",
-    "utkface_age": "UTKFace, age",
-}
-
-
 def with_log_loss(epsilon, losses):
     """Pearson's r between epsilon and the log of the loss, over examples whose loss is above 0."""
     positive = losses > 0

@@ -12,7 +12,6 @@ from dpcompanion.reproduction.papers.common import named, rank, reported, runnab
 from dpcompanion.reproduction.papers.individual_accounting.clipping import clipped
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
     CPU,
-    LABELS,
     NAME,
     PAPER,
     QUICK,
@@ -20,7 +19,15 @@ from dpcompanion.reproduction.papers.individual_accounting.runs import (
     make_plan,
     schedule,
 )
-from dpcompanion.reproduction.papers.yu import LOSSES, MNIST_5K, Study, Tasks, build, examples
+from dpcompanion.reproduction.papers.yu import (
+    LABELS,
+    LOSSES,
+    MNIST_5K,
+    Study,
+    Tasks,
+    build,
+    examples,
+)
 from dpcompanion.training import Callbacks, gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
 

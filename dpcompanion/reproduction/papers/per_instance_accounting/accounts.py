@@ -12,7 +12,6 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers import yu as second
 from dpcompanion.reproduction.papers.common import histogram, named, pearson, rank, reported
-from dpcompanion.reproduction.papers.individual_accounting.runs import LABELS
 from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
     DELTA,
     MNIST,
@@ -226,7 +225,7 @@ def rounding_changes_little(record):
             record.values[f"{name}.nearest_0.01.{key}"] for key in ("lowest", "median")
         )
         yield (
-            LABELS[name],
+            second.LABELS[name],
             f"{100 * (median - 1):+z.1f}%, understated by {100 * (1 - lowest):.1f}% at most",
             bool(abs(median - 1) < 0.01 and lowest >= 0.95),
         )
