@@ -471,8 +471,8 @@ FAULTS = (
     fault(
         "an interval has one tail of its confidence",
         "reproduction/intervals.py",
-        "reach = float(special.stdtrit(n - 1, (1 + confidence) / 2)) * sd / math.sqrt(n)",
-        "reach = float(special.stdtrit(n - 1, confidence)) * sd / math.sqrt(n)",
+        "reach = float(special.stdtrit(n - 1, (1 + confidence) / 2)) * spread",
+        "reach = float(special.stdtrit(n - 1, confidence)) * spread",
         "reproduction/test_intervals.py::test_means_and_differences_are_those_of_student_and_welch",
     ),
     fault(

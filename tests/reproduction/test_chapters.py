@@ -210,8 +210,8 @@ def test_an_output_without_parts_is_no_output():
 
 
 def test_an_exhibit_that_was_not_run_shows_the_command_that_remains():
-    shown = Chapter("idp-sgd").show("table-10")
-    assert "dpcompanion run idp-sgd/table-10" in shown.parts[-1]
+    shown = Chapter("idp-sgd").show("table-13")
+    assert "dpcompanion run idp-sgd/table-13" in shown.parts[-1]
 
 
 def test_the_source_is_that_of_the_code_that_runs(chapter):

@@ -76,6 +76,16 @@ def test_parts_of_a_criterion_must_all_hold():
     refused("outcome", intervals.every, 1)
 
 
+def test_a_mean_of_distances_from_one_run_covers_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    runs, one = rng.normal(size=(4000, 6)), rng.normal(size=(4000, 1))
+    found = [intervals.mean(row, beside=1) for row in runs - one]
+    covered = sum(each.low <= 0 <= each.high for each in found)
+    assert stats.binomtest(covered, len(found), 0.95).pvalue > 1e-6
+    apart = [intervals.mean(row) for row in runs - one]
+    assert sum(each.low <= 0 <= each.high for each in apart) < 0.75 * len(apart)
+
+
 def test_means_and_differences_are_those_of_student_and_welch():
     first, second = np.array([3.1, 2.9, 3.4, 3.3]), np.array([2.0, 2.4, 2.2, 2.1])
     for found, test in (
