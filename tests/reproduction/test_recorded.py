@@ -145,8 +145,8 @@ def test_intrinsic_epsilons_follow_from_recorded_noise_and_sensitivity(task):
         ("delta_empirical", "analytic", "eps_i_star.analytic"),
     ):
         found = value[sensitivity]
-        # Of four draws of neighbours the first is meant, which lies within 1.5 standard deviations
-        # of their mean.
+        # Of several draws of neighbours the first is meant, which lies within 1.5 standard
+        # deviations of their mean.
         ends = (
             (found.mean - 1.5 * found.sd, found.mean + 1.5 * found.sd)
             if hasattr(found, "sd")
