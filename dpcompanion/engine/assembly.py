@@ -168,7 +168,8 @@ def assemble(
     engine.accountant.budgets, engine.accountant.origin = budgets, origin
     engine.accountant.draws_are_seeded = data_loader.generator is not None
     engine.accountant.trusts_loss = settings.trust_loss
-    module.register_forward_pre_hook(check_not_compiled, prepend=True)
+    called = module if settings.wrap_model else original
+    called.register_forward_pre_hook(check_not_compiled, prepend=True)
     guard = StateLeakGuard(module if is_sharded(original) else original)
     optimizer.follow(draws, noted, engine.accountant, proof, module, watch, guard)
     optimizer.choice = choice

@@ -154,20 +154,18 @@ def _changed_by(alone, together):
 
 
 def check_not_compiled(module, args):
-    """Before a pass: `torch.compile` does not trace the module."""
-    if torch.compiler.is_compiling():
-        _refuse_compiled()
+    """Before a pass that is trained on: `torch.compile` does not trace the module."""
+    if torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
+        untraced: Any = torch.compiler.disable(_refuse_compiled)  # so that the loop gets its error
+        untraced()
 
 
-def _refuse():
+def _refuse_compiled():
     raise ValueError(
-        "module must not be compiled: gradients of examples come from hooks, which torch.compile "
-        "does not keep in every case; call the module that the engine returned"
+        "module must not be compiled where it is trained: gradients of examples come from hooks, "
+        "which torch.compile does not keep in every case; call the module that the engine "
+        "returned as it is"
     )
-
-
-#: Called by traced code and untraced itself, so that the loop gets this error.
-_refuse_compiled: Any = torch.compiler.disable(_refuse)
 
 
 def _check_begins_here(module, args, kwargs):

@@ -18,7 +18,6 @@ model's weights, not what is logged beside them.
 """
 
 import contextlib
-import dataclasses
 import math
 import os
 import pathlib
@@ -55,7 +54,6 @@ from dpcompanion.training.checkpoints import (
 )
 from dpcompanion.training.examples import Data, Tensors, examples_of
 from dpcompanion.training.options import Performance, Track, performance_of
-from dpcompanion.training.people import OfPersons
 from dpcompanion.training.tracking import tracker_of
 
 _FORMAT = 4
@@ -297,7 +295,6 @@ class TrainingLoop:
         if not isinstance(plan, DPSGDPlan):
             raise ValueError(f"plan must be a DPSGDPlan, got {plan!r}")
         examples = examples_of(data, plan.n)
-        plan = _said_of_persons(plan) if issubclass(type(examples), OfPersons) else plan
         checks.check_alone(model, opacus=True)
         checks.check_model(model)
         checks.check_types(model, examples.probe[0])
@@ -790,11 +787,6 @@ class TrainingLoop:
         self.take_over(content)  # which refuses other trackers, before anything of the user changes
         run.model.load_state_dict(content["model"])
         run.optimizer.load_state_dict(content["optimizer"])
-
-
-def _said_of_persons(plan):
-    """The plan, whose statements speak of persons where it has no word of its own for them."""
-    return dataclasses.replace(plan, unit="person") if plan.unit == "example" else plan
 
 
 def _has_ended(content, plan):

@@ -11,9 +11,8 @@ k of their rows,
 and it is clipped once. A Poisson draw takes persons, not rows. So the sum of clipped gradients
 moves by at most C if all rows of one person are added or removed, however many they are, and
 everything that is said of examples (plans, budgets, accounts, filters, statements) holds of
-persons: n is their number. What `train` states speaks of persons, or of patients by
-`DPSGDPlan(unit="patient")`. With rows as examples, a person with ten rows would enter a run ten
-times and be charged for one.
+persons: n is their number, and `DPSGDPlan(unit="patient")` says so in words. Without that, a person
+with ten rows would enter a run ten times and be charged for one.
 
 Of a person with more than k rows, k are sampled afresh, uniformly and without replacement, each
 time the person is sampled, by the run's own stream. Over a run all rows are used, which a choice

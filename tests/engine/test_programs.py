@@ -516,16 +516,30 @@ def test_compiled_modules_are_refused_by_name(make):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")
-@pytest.mark.parametrize("prove", [True, False])
+@pytest.mark.parametrize("options", [{}, {"prove": False}, {"wrap_model": False}], ids=str)
 @pytest.mark.parametrize("mode", [*HOOKS, "ghost"])
-def test_the_returned_module_is_not_compiled(mode, prove):
+def test_the_returned_module_is_not_compiled_where_it_is_trained(mode, options):
     """The compiler had an error of its own, or took it."""
-    options = {"criterion": nn.CrossEntropyLoss()} if mode == "ghost" else {}
+    criterion = {"criterion": nn.CrossEntropyLoss()} if mode == "ghost" else {}
 
     def step(module, inner, optimizer, criterion, x, y):
-        plain(torch.compile(module, backend="eager"), inner, optimizer, criterion, x, y)
+        called = module if isinstance(module, nn.Module) else inner  # where it is not wrapped
+        plain(torch.compile(called, backend="eager"), inner, optimizer, criterion, x, y)
 
-    refused("must not be compiled", run, step, mode=mode, prove=prove, **options)
+    refused("must not be compiled", run, step, mode=mode, **criterion, **options)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_returned_module_is_compiled_for_evaluation():
+    def step(module, inner, optimizer, criterion, x, y):
+        plain(module, inner, optimizer, criterion, x, y)
+        module.eval()
+        with torch.no_grad():
+            compiled = torch.compile(module, backend="eager")(x)
+        assert torch.allclose(compiled, module(x))
+        module.train()
+
+    assert run(step)
 
 
 class CentredTogether(MixedWithLast):

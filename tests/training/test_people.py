@@ -2,7 +2,6 @@
 said of examples holds of them.
 """
 
-import dataclasses
 import math
 
 import numpy as np
@@ -338,23 +337,6 @@ def test_an_attack_on_persons_with_ten_rows_stays_below_their_epsilon_that_rows_
     assert claimed / 4 < found < claimed
     found, claimed = audited(rows, 120_000)
     assert found > claimed
-
-
-@pytest.mark.parametrize("given, said", [("example", "person"), ("patient", "patient")])
-@pytest.mark.parametrize("made", [True, False], ids=["by_person", "people="])
-def test_what_a_run_states_speaks_of_persons(given, said, made):
-    """It spoke of examples where the plan had no word for its units."""
-    model, (x, y) = linear(), table()
-    plan = DPSGDPlan(
-        n=4, sample_rate=0.5, steps=2, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2
-    )
-    plan = plan if given == "example" else dataclasses.replace(plan, unit=given)
-    data = by_person(x, y, PEOPLE, at_most=2) if made else (x, y)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    people = {} if made else {"people": PEOPLE, "at_most": 2}
-    history = train(model, cross_entropy, data, plan, optimizer=optimizer, seed=0, **people)
-    assert f"one {said}" in history.guarantee and "example" not in history.guarantee
-    assert plan.unit == given
 
 
 def test_a_column_is_one_number_a_person():

@@ -234,6 +234,6 @@ def test_the_hyperparameters_are_those_of_table_2():
 def test_the_bound_is_loose_but_for_the_digits(forest, digits, said):
     ratios = {"forest": forest, "mnist-binary-unscaled": digits}
     values = {f"{name}.bound_over_data": ratio for name, ratio in ratios.items()}
-    record = types.SimpleNamespace(values=values)
-    rows = list(ip.distances._bound_is_loose(record, list(ratios)))
+    record = types.SimpleNamespace(values=values, config={"tasks": ratios})
+    rows = list(ip.distances._bound_is_loose(record))
     assert [intervals.outcome(outcome)[0] for *_, outcome in rows] == list(said)

@@ -245,8 +245,10 @@ def _correct_below_the_baseline(record, names):
     for name in names:
         for stage in STAGES[1:]:
             right, _ = _means(record, name, stage)
-            median = record.values[f"{name}.{stage}.correct.median"]
-            yield f"{name}, {stage}", f"{right:.2f}, median {median:.2g}", right.below(1)
+            mean, median = (
+                record.values[f"{name}.{stage}.correct.{key}"] for key in ("mean", "median")
+            )
+            yield f"{name}, {stage}", f"{mean:.2f}, median {median:.2g}", right.below(1)
 
 
 @dataclasses.dataclass(frozen=True)

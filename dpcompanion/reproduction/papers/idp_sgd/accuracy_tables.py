@@ -163,7 +163,8 @@ def ahead_throughout(record):
     """At each look a record has means and standard deviations, so that seeds are not paired.
 
     The paper does not say of which data its figure is. On MNIST all methods have the same
-    hyperparameters in both of its tables; on CIFAR-10 our runs have those of table 5, of DP-SGD.
+    hyperparameters in both of its tables. On CIFAR-10 the runs of table 8 have those of DP-SGD;
+    those of table 2 have twice the epochs, so that one epoch is not compared with the same.
     """
     for kind in record.config["kinds"]:
         if kind.endswith((".sample", ".scale")) and "dpsgd" in record.config["kinds"]:

@@ -168,13 +168,19 @@ def table_4(config, run):
 @finding(
     "idp-sgd/table-4",
     "the filter is ahead of DP-SGD's end in the step that is best for it, since it is not printed "
-    "how many steps it takes: the 95% interval of the difference lies above 0",
+    "how many steps it takes: the interval of the difference, at 95% for all steps together, lies "
+    "above 0",
 )
 def filter_gains(record):
+    """The best of all steps is taken for the paper: each may be it, so that they share the 5%."""
     for descent in record.config["descents"]:
         course = record.values[f"{descent}.accounting.course"]
         best = max(range(len(course)), key=lambda step: course[step].mean)
-        gain = intervals.unpaired(course[best], record.values[f"{descent}.dpsgd.course"][-1])
+        gain = intervals.unpaired(
+            course[best],
+            record.values[f"{descent}.dpsgd.course"][-1],
+            confidence=1 - 0.05 / len(course),
+        )
         where = f"{descent.replace('_', ', ')}, step {best + 1} of {len(course)}"
         yield where, f"{gain:+.2f}", gain.above(0)
 
