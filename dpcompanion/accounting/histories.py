@@ -58,6 +58,7 @@ _ASKED = 512  # histories that try all tilts, where there are many
 _IMPOSSIBLE = 1e30  # stands for an infinite moment, so that none times it is none
 _LARGEST_GRID = 1 << 20
 _LEAST_DELTA = 1e-300
+_LEAST_NOISE = 1e-4  # with less, sampling is not counted: no grid holds such losses
 _LARGEST_TABLE = 1 << 23  # complex numbers in one table of frequencies
 MOST_LEVELS = 128  # levels whose losses are all discretised
 MIXTURE_NODES = 64  # of more levels those that are; the others are mixtures of them
@@ -93,9 +94,6 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta, steps
         .reshape(-1)
         .clamp(max=LARGEST_NOISE)
     )
-    # one grid holds all losses: what costs a trillionth of the most expensive level counts as that
-    if len(levels):
-        levels = levels.clamp(max=1e12 * float(levels.min()))
     levels = levels.tolist()
     if counts.ndim != 2 or counts.shape[1] != len(levels):
         raise ValueError(
@@ -111,9 +109,24 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta, steps
             )
     if sample_rate == 1:
         return _without_sampling(counts, levels, delta)
+    noisy = torch.tensor(levels, dtype=torch.float64) >= _LEAST_NOISE
+    if not noisy.all():
+        return torch.where(
+            (counts[:, ~noisy] > 0).any(dim=1),
+            _without_sampling(counts, levels, delta),
+            epsilon_of_histories(
+                counts[:, noisy],
+                sample_rate=sample_rate,
+                noise_multipliers=[level for level in levels if level >= _LEAST_NOISE],
+                delta=delta,
+                steps=steps or int(longest),
+            ),
+        )
     epsilon = torch.zeros(len(counts), dtype=torch.float64)
     if not longest:
         return epsilon
+    # one grid holds all losses: what costs a trillionth of the most expensive level counts as that
+    levels = [min(level, 1e12 * min(levels)) for level in levels]
     log_capped = LOG_CAPPED + math.log(delta) - math.log(steps or longest)
     own = {1 / level: level for level in levels}
     between = Levels.between(
@@ -161,7 +174,8 @@ def _whole(counts):
 def _without_sampling(counts, levels, delta):
     """Epsilon of histories whose steps take everybody, which is no less than that of a sample."""
     each = 1 / torch.tensor(levels, dtype=torch.float64) ** 2
-    squares = torch.cat([part.double() @ each for part in counts.split(_ROWS)])
+    squares = torch.cat([part.double() @ each.clamp(max=1e300) for part in counts.split(_ROWS)])
+    squares[(counts[:, each.isinf()] > 0).any(dim=1)] = math.inf
     # A hair up for what adding up thousands of levels rounds.
     return gaussian_epsilon(torch.sqrt(squares) * (1 + 2.0**-40), delta / ROUNDING)
 

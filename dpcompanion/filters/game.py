@@ -56,6 +56,7 @@ _MOST_WORK = 1e9
 _LARGEST_GRID = 1 << 20
 # logarithms: smaller deltas are not resolved, larger tilted masses avoided
 _LEAST, _LARGEST_MASS = -150.0, 250.0
+_LARGEST_NOISE = 1e7
 _SMALL = 1 << 12  # a window of all sums that can occur is taken where it is no larger
 
 
@@ -440,6 +441,8 @@ def play(
     noise_multiplier = _checks.number(
         "noise_multiplier", noise_multiplier, 0, math.inf, closed="neither"
     )
+    # more noise loses less, on a grid that would have to be finer and finer
+    noise_multiplier = min(noise_multiplier, _LARGEST_NOISE)
     block = _checks.whole_number("block", block, 1)
     pairs = [SampledGaussian(sample_rate, noise_multiplier / level, block) for level in levels]
     # Full batches lose the same in both directions.

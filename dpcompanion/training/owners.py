@@ -25,6 +25,12 @@ _SEVERAL = (
     "hides is not what the others change; give each row to one person"
 )
 
+# From 2^53 on, or 2^24 in single precision, one float stands for several whole numbers.
+_TOO_LARGE = (
+    "{} must be whole numbers, or of another type, got a number with a fraction or one that is too "
+    "large for its type of float"
+)
+
 
 def rows_of(name: str, given: Any) -> torch.Tensor:
     """A table's column or columns as a tensor with the rows first: tensors as they are, arrays and
@@ -104,9 +110,7 @@ def owners_of(people: Any, rows: int, persons: Any = None) -> tuple[np.ndarray, 
 
 def _coded(name, values) -> tuple[list[Any], np.ndarray]:
     """(distinct names, what each entry is as an index of these, int64)."""
-    values = (
-        values.cpu().numpy() if isinstance(values, torch.Tensor) else _checks.unlabelled(values)
-    )
+    values = _array_of(name, values)
     if isinstance(values, (str, bytes, Mapping)):
         raise ValueError(f"{name} must name one person a row, got a {type(values).__name__}")
     if not isinstance(values, np.ndarray):
@@ -119,6 +123,8 @@ def _coded(name, values) -> tuple[list[Any], np.ndarray]:
             f"{name} must name one person a row, shape (rows,), got shape {values.shape}; a row "
             "with several owners must be given to one of them"
         )
+    elif values.dtype.kind == "f" and (np.abs(values) >= _most(values.dtype)).any():
+        raise ValueError(_TOO_LARGE.format(name))
     elif values.dtype.kind in "biu" and not np.ma.isMaskedArray(values):
         values = values.astype(np.int64) if values.dtype.kind == "b" else values
         distinct, codes = np.unique(values, return_inverse=True)
@@ -137,6 +143,19 @@ def _coded(name, values) -> tuple[list[Any], np.ndarray]:
     return list(seen), codes
 
 
+def _array_of(name, values):
+    """`values` without labels, and as an array if they are a tensor."""
+    if not isinstance(values, torch.Tensor):
+        return _checks.unlabelled(values)
+    values = _checks.real(name, values).detach().cpu()
+    # NumPy has no bfloat16, which holds whole numbers up to 256
+    if values.dtype == torch.bfloat16:
+        if (values.abs() >= 256).any():
+            raise ValueError(_TOO_LARGE.format(name))
+        values = values.float()
+    return values.numpy()
+
+
 def _of_one_type(name, values):
     """Names of one type that are compared by value; numbers as ints."""
     if any(
@@ -150,14 +169,9 @@ def _of_one_type(name, values):
     if all(isinstance(each, str) for each in values):
         return list(map(str, values))
     if all(isinstance(each, (numbers.Real, np.bool_)) for each in values):
-        # beyond 2^53 one float stands for several whole numbers
-        whole = (numbers.Integral, np.bool_)
-        if all(isinstance(each, whole) or each % 1 == 0 and abs(each) < 2**53 for each in values):
+        if all(map(_whole, values)):
             return list(map(int, values))
-        raise ValueError(
-            f"{name} must be whole numbers, or of another type, got a number with a fraction or "
-            "too large"
-        )
+        raise ValueError(_TOO_LARGE.format(name))
     kinds = {type(each) for each in values}
     if len(kinds) > 1:
         said = ", ".join(sorted(kind.__name__ for kind in kinds))
@@ -172,6 +186,19 @@ def _of_one_type(name, values):
             "a row"
         )
     return values
+
+
+def _most(kind):
+    """The least whole number that shares its float of this type with another."""
+    return min(2 / float(np.finfo(kind).eps), 2.0**53)
+
+
+def _whole(value):
+    """Whether a number is a whole one, and no other has the same float."""
+    if isinstance(value, (numbers.Integral, np.bool_)):
+        return True
+    kind = type(value) if isinstance(value, np.floating) else np.float64
+    return value % 1 == 0 and abs(value) < _most(kind)
 
 
 def _missing(value):

@@ -197,6 +197,17 @@ def test_next_to_no_noise_has_a_large_epsilon_all_the_same(noise, rate):
     assert exact * (1 - 2e-4) <= float(found[0]) <= 1.06 * exact
 
 
+@pytest.mark.parametrize("noise", [1e-6, 1e-10, 1e-100, 1e-300])
+def test_less_noise_than_any_grid_resolves_costs_what_full_batches_cost(noise):
+    """Such histories took gigabytes, or left others beside them without a bound."""
+    run = dict(sample_rate=0.01, delta=1e-5)
+    counts = [[3, 0], [3, 1], [0, 2], [0, 0]]
+    found = epsilon_of_histories(counts, noise_multipliers=[1.0, noise], **run)
+    alone = epsilon_of_histories([[3]], noise_multipliers=[1.0], steps=4, **run)
+    assert found[0] == alone and found[3] == 0
+    assert (found[1:3] >= torch.tensor([0.5, 1.0], dtype=torch.float64) / noise / noise).all()
+
+
 def test_a_loss_that_hardly_varies_counts_whole():
     """Where an example is added the loss at little noise is -ln(1 - q), nearly always. Its tilts
     went up to 1e302, where a moment counted as the number that stands for an infinite one, and

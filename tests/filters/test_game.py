@@ -289,6 +289,12 @@ def test_an_unaffordable_level_changes_nothing():
     assert game.delta == worst_case(coins[1:], costs=[1], budget=3, epsilon=0.2).delta
 
 
+def test_noise_beyond_measure_counts_as_much_noise():
+    run = dict(ADAPTIVE, epsilon=0.0, budget=20)
+    bounds = [adaptive_delta(**{**run, "noise_multiplier": noise}) for noise in (1e7, 1e9, 1e300)]
+    assert 0 < bounds[0] == bounds[1] == bounds[2] < 1e-6
+
+
 def test_coarse_grids_only_raise_the_value():
     fine = adaptive_delta(**ADAPTIVE, epsilon=1.0, interval=5e-4)
     for interval in (2e-3, 0.01, 0.05, 0.3):
