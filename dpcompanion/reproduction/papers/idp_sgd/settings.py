@@ -40,4 +40,4 @@ class Accounts:
     budgets: tuple = BUDGETS
     groups: dict = dataclasses.field(default_factory=lambda: GROUPS)
     delta: float = 1e-5
-    epsilon_tolerance: float = 0.001
+    precision: float = 0.001
