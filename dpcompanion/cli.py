@@ -167,7 +167,6 @@ def _answer(arguments: argparse.Namespace) -> None:
 def _ledger(arguments: argparse.Namespace) -> None:
     from dpcompanion.accounting import Ledger
     from dpcompanion.accounting.items import SAMPLER
-    from dpcompanion.accounting.ledger import RELATIONS_IN_WORDS
 
     parts = []
     for file in arguments.files:
@@ -189,7 +188,7 @@ def _ledger(arguments: argparse.Namespace) -> None:
             "epsilon": epsilon if math.isfinite(epsilon) else str(epsilon),
             "delta": arguments.delta,
             "accountant": "pld",
-            "neighbouring_relation": RELATIONS_IN_WORDS[ledger.neighbours],
+            "neighbouring_relation": ledger.relation_in_words,
             "sampler": SAMPLER,
             **json.loads(ledger.to_json()),
         }

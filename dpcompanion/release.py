@@ -225,7 +225,7 @@ class PrivateScaler:
     delta: float
     relation: str = "add-remove"
     seeded: bool = False
-    unit: str = "row"
+    unit: str = "example"
     key_fingerprint: str | None = None
 
     def transform(self, x: Array) -> torch.Tensor:
@@ -278,6 +278,7 @@ class PrivateScaler:
             relation="zero-out",
             unit=self.unit,
             key_fingerprint=self.key_fingerprint,
+            seeded=self.seeded,
         )
 
 
@@ -294,7 +295,7 @@ def private_scaler(
     delta: float,
     generator: torch.Generator | None,
     relation: str = "add-remove",
-    unit: str = "row",
+    unit: str = "example",
 ) -> PrivateScaler:
     """Mean and standard deviation of each column, (epsilon, delta)-private together: for scaling
     data before training.

@@ -103,8 +103,14 @@ def test_runs_and_ledgers_in_files_are_composed(capsys, tmp_path):
     more = said(capsys, "ledger", run, other, releases, "--delta", "1e-6")
     assert "1e-06" in more and "500 steps" in more and "Gaussian" in more
     assert both["neighbouring_relation"] == "add or remove one example"
-    laplace = accounting.LedgerEntry(accounting.Laplace(10.0), relation="zero-out")
+    laplace = accounting.LedgerEntry(accounting.Laplace(10.0), relation="zero-out", unit="patient")
     accounting.Ledger([laplace]).to_json(releases)
+    alone = said(capsys, "ledger", releases, "--json")
+    assert json.loads(alone)["neighbouring_relation"].startswith(
+        "leave out the data of one patient"
+    )
+    (tmp_path / "alone.json").write_text(alone)
+    assert "one patient" in said(capsys, "ledger", str(tmp_path / "alone.json"))
     assert (
         "leave out"
         in json.loads(said(capsys, "ledger", run, releases, "--json"))["neighbouring_relation"]

@@ -454,7 +454,7 @@ def test_a_scaler_says_what_a_row_is_in_its_statement_and_on_a_ledger(relation, 
     assert (
         Ledger([scaler]).neighbours == "zero-out" and "one patient" in Ledger([scaler]).statement()
     )
-    assert "100 rows" in private_scaler(torch.rand(100, 2), **options).statement()
+    assert "100 examples" in private_scaler(torch.rand(100, 2), **options).statement()
     assert Ledger([ledger_item(0.5, 1e-6, unit="patient")]).units == ("patient",)
 
 

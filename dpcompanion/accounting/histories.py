@@ -109,19 +109,9 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta, steps
             )
     if sample_rate == 1:
         return _without_sampling(counts, levels, delta)
-    noisy = torch.tensor(levels, dtype=torch.float64) >= _LEAST_NOISE
-    if not noisy.all():
-        return torch.where(
-            (counts[:, ~noisy] > 0).any(dim=1),
-            _without_sampling(counts, levels, delta),
-            epsilon_of_histories(
-                counts[:, noisy],
-                sample_rate=sample_rate,
-                noise_multipliers=[level for level in levels if level >= _LEAST_NOISE],
-                delta=delta,
-                steps=steps or int(longest),
-            ),
-        )
+    if levels and min(levels) < _LEAST_NOISE:
+        run = {"sample_rate": sample_rate, "delta": delta, "steps": steps or int(longest)}
+        return _with_little_noise(counts, levels, run)
     epsilon = torch.zeros(len(counts), dtype=torch.float64)
     if not longest:
         return epsilon
@@ -169,6 +159,17 @@ def _whole(counts):
         if not torch.equal(counts, counts.round()):
             raise ValueError("counts must be whole numbers, got fractions")
     return counts.cpu()
+
+
+def _with_little_noise(counts, levels, run):
+    """Epsilon of histories where some levels have less noise than a grid resolves."""
+    noisy = torch.tensor(levels, dtype=torch.float64) >= _LEAST_NOISE
+    rest = [level for level in levels if level >= _LEAST_NOISE]
+    return torch.where(
+        (counts[:, ~noisy] > 0).any(dim=1),
+        _without_sampling(counts, levels, run["delta"]),
+        epsilon_of_histories(counts[:, noisy], noise_multipliers=rest, **run),
+    )
 
 
 def _without_sampling(counts, levels, delta):

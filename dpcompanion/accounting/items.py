@@ -173,11 +173,11 @@ def to_dict(item: Item) -> dict[str, Any]:
 #: What the command line prints beside runs and ledgers, of which these hold.
 SAMPLER = "Poisson"
 RELATIONS_IN_WORDS = {
-    "add-remove": "add or remove one example",
-    "zero-out": "leave out the data of one example, the number of examples public",
-    "replace": "replace one example by another",
+    "add-remove": "add or remove one {unit}",
+    "zero-out": "leave out the data of one {unit}, the number of {unit}s public",
+    "replace": "replace one {unit} by another",
 }
-RELATION = RELATIONS_IN_WORDS["add-remove"]
+RELATION = RELATIONS_IN_WORDS["add-remove"].format(unit="example")
 _BESIDE_A_RUN = {
     *("epsilon", "delta", "target_epsilon", "target_delta", "accountant"),
     *("neighbouring_relation", "sampler"),
@@ -333,7 +333,7 @@ def _exceeds(costs, item):
 
 
 # What JSON holds of an entry as it is.
-_PLAIN = ("label", "people", "relation", "unit", "key_fingerprint")
+_PLAIN = ("label", "people", "relation", "unit", "key_fingerprint", "seeded")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,11 +353,12 @@ class LedgerEntry:
         key_fingerprint: a name of the key under which batches and noise were drawn, such as
             `SecureStream.fingerprint`; None where it is not known. Entries of one key are not
             independent, and a ledger takes one of them.
+        seeded: whether the noise came from a seed, by which anyone who knows it can subtract it.
 
     Raises:
         ValueError: numbers of people that differ, people that come twice, a fingerprint that is no
-            text, or another relation: what is known of one example that replaces another alone does
-            not compose with the rest.
+            text, a mark that is no bool, or another relation: what is known of one example that
+            replaces another alone does not compose with the rest.
 
     >>> LedgerEntry(SampledGaussian(0.01, 1.0, 500), people=[0, 2]).size
     2
@@ -371,6 +372,7 @@ class LedgerEntry:
     relation: str = "add-remove"
     unit: str = "example"
     key_fingerprint: str | None = None
+    seeded: bool = False
 
     def __post_init__(self):
         if not isinstance(self.item, Item):
@@ -381,6 +383,8 @@ class LedgerEntry:
             raise ValueError(f"label must be a text, got {self.label!r}")
         if self.key_fingerprint is not None and not isinstance(self.key_fingerprint, str):
             raise ValueError(f"key_fingerprint must be a text, got {self.key_fingerprint!r:.80}")
+        if not isinstance(self.seeded, bool):
+            raise ValueError(f"seeded must be True or False, got {self.seeded!r:.80}")
         if self.people is not None:
             try:
                 indices = torch.as_tensor(_checks.unlabelled(self.people))

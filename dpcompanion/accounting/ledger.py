@@ -196,6 +196,19 @@ class Ledger:
         """What the items call one example, each word once, in order; "example" without items."""
         return tuple(dict.fromkeys(entry.unit for entry in self._entries)) or ("example",)
 
+    @property
+    def _unit(self):
+        return self.units[0] if len(self.units) == 1 else "unit"
+
+    @property
+    def relation_in_words(self) -> str:
+        """How neighbours differ, as the command line prints it.
+
+        >>> Ledger([SampledGaussian(0.01, 1.0, 500)]).relation_in_words
+        'add or remove one example'
+        """
+        return RELATIONS_IN_WORDS[self.neighbours].format(unit=self._unit)
+
     def add(
         self, item: Any, *, label: str | None = None, delta: float | None = None, people: Any = None
     ) -> "Ledger":
@@ -762,7 +775,7 @@ class Ledger:
         """
         epsilon, error = self.epsilon(delta), self.error(delta)
         units, relations = self.units, {entry.relation for entry in self._entries}
-        whom = _WHOM[self.neighbours].format(unit=units[0] if len(units) == 1 else "unit")
+        whom = _WHOM[self.neighbours].format(unit=self._unit)
         if len(units) > 1:
             named = " or ".join(f"one {unit}" for unit in units)
             whom += f", where a unit is {named}, as each item says, and nobody has two of a kind"
@@ -794,6 +807,11 @@ class Ledger:
                     f" The individual epsilons of {self.n} people describe this run "
                     "(output-specific): they are no promise, and as private as the people."
                 )
+        if seeded := sum(entry.seeded for entry in self._entries):
+            text += (
+                f" The noise of {seeded} of {len(self)} items came from a seed: anyone who knows "
+                "it can subtract the noise."
+            )
         return text
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -845,7 +863,7 @@ class Ledger:
         entries = entries if isinstance(entries, list) else [entries]
         found = cls([LedgerEntry.from_json(entry) for entry in entries], relation=relation)
         if isinstance(held, dict) and "ledger" in held:
-            check_said(held, [RELATIONS_IN_WORDS[found.neighbours]])
+            check_said(held, [found.relation_in_words])
         return found
 
     @classmethod

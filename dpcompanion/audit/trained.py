@@ -55,7 +55,9 @@ def audit_training(
         generator: a torch.Generator for coins and canaries; with a checkpoint, a call that goes on
             needs one with the same seed.
         arguments: what else `train` takes by name: seed, device, method, precision,
-            microbatch_size, callbacks, checkpoint, generator_device, progress.
+            microbatch_size, callbacks, checkpoint, generator_device, progress; and filter, beside
+            which the plan's claim is tested and not the filter's promise. No people, as rows are
+            the examples of an audit.
 
     Returns:
         {label: `Finding`}, with whether the plan's claim is refuted; memory: a gradient for each
@@ -99,6 +101,10 @@ def audit_training(
     ):
         raise ValueError(
             f"canaries must be different indices below plan.n = {n}, got {canaries.tolist()!r:.80}"
+        )
+    if {"people", "at_most"} & arguments.keys():
+        raise ValueError(
+            "people and at_most must be left out: an audit is of examples, each of one row"
         )
     if not isinstance(data, (tuple, list)):
         raise ValueError(

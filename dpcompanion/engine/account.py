@@ -102,6 +102,7 @@ class Accountant(IAccountant):
         return dataclasses.replace(
             budgets.ledger_entry(self.steps, delta),
             key_fingerprint=stream.fingerprint if isinstance(stream, SecureStream) else None,
+            seeded=self.origin is not None,
         )
 
     def get_epsilons(self, delta):

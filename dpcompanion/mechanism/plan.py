@@ -81,6 +81,7 @@ from typing import Any
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._rounding import exactly
 from dpcompanion._types import State
 from dpcompanion.accounting import (
     ACCOUNTANTS,
@@ -587,7 +588,7 @@ class DPSGDPlan:
         return (
             f"{whom}; Poisson sampling at rate {said(self.sample_rate)}, {taken}, noise "
             f"{self.noise_multiplier:g} times the {mean}clip norm {said(self.max_grad_norm)}, "
-            f"delta {self.delta:g}, accountant {self.accountant}{counted}."
+            f"delta {exactly(self.delta)}, accountant {self.accountant}{counted}."
         )
 
     def epsilon(

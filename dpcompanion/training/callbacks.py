@@ -161,9 +161,7 @@ class History:
         """
         plan, tracker = self._own_plan(), self.tracker
         if tracker is None or not tracker.exact or not self.steps:
-            return dataclasses.replace(
-                plan.ledger_entry(delta), key_fingerprint=self.key_fingerprint
-            )
+            return dataclasses.replace(plan.ledger_entry(delta), **self._noise())
         # An account that keeps no norms, or one of the user's own, is left out: what was promised
         # counts then.
         known = getattr(tracker.accountant, "keeps_norms", False)
@@ -171,12 +169,11 @@ class History:
         filtered = tracker.budget is not None and delta is not None
         promise = entry_of(tracker.budget, delta) if filtered else plan.ledger_entry(delta)
         return dataclasses.replace(
-            promise,
-            account=account,
-            relation=plan.relation,
-            unit=plan.unit,
-            key_fingerprint=self.key_fingerprint,
+            promise, account=account, relation=plan.relation, unit=plan.unit, **self._noise()
         )
+
+    def _noise(self) -> dict[str, Any]:
+        return {"key_fingerprint": self.key_fingerprint, "seeded": self.seed is not None}
 
     def statement(self) -> str:
         """What the run guarantees, in words: relation, sampler, constants, the steps that were
@@ -213,11 +210,11 @@ class History:
         """A card of the run for those who get the model, as JSON, written to `path` if given.
 
         It holds unit, relation, sampler and accountant; (epsilon, delta) of the steps that were
-        taken and of those that were planned; mu of Gaussian DP from above with its regret; the
-        largest true positive rates of any attack at false positive rates of 0.1% and 1%; and
-        quantiles over the examples of what was promised to each. All of these are for the example
-        with the largest epsilon, but for the quantiles. Nothing in it depends on the training data:
-        no losses, norms or accounts. Numbers that are infinite or unknown are null.
+        taken and of those that were planned; of both, too, mu of Gaussian DP from above with its
+        regret, and the largest true positive rates of any attack at false positive rates of 0.1%
+        and 1%; and quantiles over the examples of what was promised to each. All of these are for
+        the example with the largest epsilon, but for the quantiles. Nothing in it depends on the
+        training data: no losses, norms or accounts. Numbers that are infinite or unknown are null.
 
         Args:
             path: where to write it.
@@ -245,20 +242,7 @@ class History:
         plan = self._own_plan()
         if tuned is not None and not isinstance(tuned, str):
             raise ValueError(f"tuned must be a text, what was tuned on which data, got {tuned!r}")
-        noise = torch.as_tensor(plan.effective_noise_multiplier, dtype=torch.float64)
-        attack: dict[str, Any] = {"gaussian_dp": None, "true_positive_rates": None}
-        if float(noise.min()) > 0 and plan.arithmetic == "real":
-            rate = float(torch.as_tensor(plan.sample_rate, dtype=torch.float64).max())
-            ledger = Ledger(
-                [SampledGaussian(rate, float(noise.min()), self.steps)] if self.steps else []
-            )
-            mu = ledger.mu()
-            attack = {
-                "gaussian_dp": {"mu": _finite(mu.mu), "regret": mu.regret},
-                "true_positive_rates": {
-                    f"{rate:g}": 1 - ledger.trade_off(rate) for rate in (0.001, 0.01)
-                },
-            }
+        attack, planned = (_attack(plan, steps) for steps in (self.steps, plan.steps))
         promised = self.promised()
         at = torch.tensor((0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0), dtype=torch.float64)
         filter = None if self.tracker is None else self.tracker.budget
@@ -276,6 +260,7 @@ class History:
             "planned_steps": plan.steps,
             "stopped": self.stopped,
             **attack,
+            **{f"{name}_of_planned_steps": value for name, value in planned.items()},
             "promised_by": "the plan"
             if filter is None
             else f"the plan and a filter, {type(filter).__name__}",
@@ -300,6 +285,20 @@ def promised(plan: DPSGDPlan, filter: Any = None, delta: float | None = None) ->
     delta = plan.delta if delta is None else delta
     found = torch.as_tensor(plan.epsilon(delta), dtype=torch.float64).expand(plan.n)
     return found if filter is None else torch.minimum(found, filter.epsilon(delta).cpu())
+
+
+def _attack(plan: DPSGDPlan, steps: int) -> dict[str, Any]:
+    """What so many steps tell an attacker at most, for a card; null where no mechanism says so."""
+    noise = float(torch.as_tensor(plan.effective_noise_multiplier, dtype=torch.float64).min())
+    if not noise > 0 or plan.arithmetic != "real":
+        return {"gaussian_dp": None, "true_positive_rates": None}
+    rate = float(torch.as_tensor(plan.sample_rate, dtype=torch.float64).max())
+    ledger = Ledger([SampledGaussian(rate, noise, steps)] if steps else [])
+    mu = ledger.mu()
+    return {
+        "gaussian_dp": {"mu": _finite(mu.mu), "regret": mu.regret},
+        "true_positive_rates": {f"{rate:g}": 1 - ledger.trade_off(rate) for rate in (0.001, 0.01)},
+    }
 
 
 def _largest(epsilons):

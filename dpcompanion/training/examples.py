@@ -15,6 +15,7 @@ Items may be mappings, and anything at all with a `collate_fn`, as for a loader 
 (torch.Size([2, 3]), tensor([0, 0]))
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any
@@ -25,6 +26,7 @@ from torch.utils.data import Dataset, IterableDataset
 from dpcompanion._devices import to_device
 from dpcompanion._types import Loss
 from dpcompanion.gradients import checks, proof, traces
+from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.training.checkpoints import digest_of
 from dpcompanion.training.collating import Reader, called, targets_in, tensors_in
 from dpcompanion.training.owners import is_array
@@ -32,6 +34,19 @@ from dpcompanion.training.people import OfPersons, by_person
 
 #: Two tensors (x, y) of equally many examples, a map-style data set, or what `by_person` gives.
 Data = Sequence[Any] | Dataset[Any] | OfPersons
+
+
+def described(thing: Any, data: Any) -> Any:
+    """A plan, account or filter of `data`, which says "person" where data are persons and it has no
+    word of its own.
+    """
+    unit = getattr(data, "unit", "example")
+    if getattr(thing, "unit", unit) != "example" or unit == "example":
+        return thing
+    if isinstance(thing, DPSGDPlan):
+        return dataclasses.replace(thing, unit=unit)
+    thing.unit = unit
+    return thing
 
 
 class Tensors:

@@ -52,7 +52,7 @@ from dpcompanion.training.checkpoints import (
     write_checkpoint,
     write_keys,
 )
-from dpcompanion.training.examples import Data, Tensors, examples_of
+from dpcompanion.training.examples import Data, Tensors, described, examples_of
 from dpcompanion.training.options import Performance, Track, performance_of
 from dpcompanion.training.tracking import tracker_of
 
@@ -120,8 +120,8 @@ def train(
             takes: a pair (inputs, targets) or a mapping, nested as it may be, of tensors with the
             examples first. It may pad to the longest of a draw (`dpcompanion.training.collating`).
         people: who each row of the data belongs to, (rows,), where the plan's n examples are
-            persons; with `at_most` as of `by_person`, which knows persons without rows, too. Data
-            may then be arrays or pandas columns.
+            persons, which history, account and filter then say; with `at_most` as of `by_person`,
+            which knows persons without rows, too. Data may then be arrays or pandas columns.
         at_most: with people, how many rows of a person enter a step at most.
         track: a `Track`: keep an account of each example, of which `History.epsilons` tells.
         filter: an `ExactFilter` or `RenyiFilter` of the plan (`ExactFilter.for_plan`): it says to
@@ -338,13 +338,15 @@ class TrainingLoop:
         rates = [float(group.get("initial_lr", group.get("lr", 0))) for group in groups]
         self.begun_with = [type(optimizer).__name__, *rates, _numbers_of(optimizer.defaults)]
         self.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
+        #: The plan, with a word for its examples: histories speak by it.
+        self.stated = described(plan, self.examples)
         history = History(
             torch.full((plan.steps,), math.nan, dtype=torch.float64, device=self.device),
             torch.zeros(plan.steps, dtype=torch.int64, device=self.device),
             seed=self.seed,
-            guarantee=plan.statement(steps=0),
+            guarantee=self.stated.statement(steps=0),
             precision=self.precision or str(self.dtype).removeprefix("torch."),
-            plan=plan,
+            plan=self.stated,
             tracker=own,
         )
         self.plan, self.planned = plan, checks.numbers_of(plan)
@@ -483,7 +485,7 @@ class TrainingLoop:
     def step(self):
         run, plan = self.run, self.plan
         if run.history.key_fingerprint is None:  # from here on all ranks have the keys of the run
-            run.history.key_fingerprint = noise.fingerprint(self.seed, self.generators)
+            self.name_key(noise.fingerprint(self.seed, self.generators))
         with self._own_randomness("tracking"):
             lower = [tracker.before_step() for tracker in self.trackers]
         drawn = self.sampler.draw().cpu()
@@ -527,7 +529,8 @@ class TrainingLoop:
         self.give_gradients(released / cast(float, plan.expected_batch_size))
         # counted before it is taken, lest it be taken and not counted
         at, run.step = run.step, run.step + 1
-        run.history.guarantee, run.history.steps = plan.statement(steps=run.step), run.step
+        run.history.guarantee = self.stated.statement(steps=run.step)
+        run.history.steps = run.step
         self.take_step()
         run.norms = norms
         self.dropped += (norms.isinf() & taking if away else norms.isinf()).sum()
@@ -541,6 +544,15 @@ class TrainingLoop:
         clipped = torch.where(norms.isfinite(), norms, 0) * sums.clip_factors(norms, limits)
         for tracker in self.trackers:
             tracker.after_step(drawn, norms, clipped=clipped)
+
+    def name_key(self, fingerprint):
+        """History and trackers name the key that the run draws under, so that none is added up with
+        what shares its noise.
+        """
+        self.run.history.key_fingerprint = fingerprint
+        for tracker in self.trackers:
+            with contextlib.suppress(AttributeError):  # of one of the user's own
+                tracker.key_fingerprint, tracker.seeded = fingerprint, self.seed is not None
 
     def least_limits(self, lower, drawn, indices):
         """To what each example drawn is clipped, by the plan and by what its trackers ask for, and
@@ -744,10 +756,11 @@ class TrainingLoop:
         for name, state in content["stateful"].items():
             self.stateful[name].load_state_dict(state)
         run, held = self.run, content["history"]
-        known = {"plan": run.plan, "steps": content["step"], "tracker": run.history.tracker}
+        known = {"plan": self.stated, "steps": content["step"], "tracker": run.history.tracker}
         if not _has_ended(content, run.plan):  # the next step is drawn under the keys that are here
             known["key_fingerprint"] = None
         run.step, run.history = content["step"], History(**held | known)
+        self.name_key(run.history.key_fingerprint)
         run.history.losses = run.history.losses.to(self.device)
         run.history.batch_sizes = run.history.batch_sizes.to(self.device)
         self.dropped.fill_(run.history.dropped)

@@ -11,7 +11,8 @@ k of their rows,
 and it is clipped once. A Poisson draw takes persons, not rows. So the sum of clipped gradients
 moves by at most C if all rows of one person are added or removed, however many they are, and
 everything that is said of examples (plans, budgets, accounts, filters, statements) holds of
-persons: n is their number, and `DPSGDPlan(unit="patient")` says so in words. Without that, a person
+persons: n is their number, and histories, accounts and filters say "person", or what
+`DPSGDPlan(unit="patient")` calls them. Without that, a person
 with ten rows would enter a run ten times and be charged for one.
 
 Of a person with more than k rows, k are sampled afresh, uniformly and without replacement, each
@@ -179,6 +180,9 @@ class Ownership:
 
 class OfPersons(Ownership, abc.ABC):
     """What `by_person` gives: data whose examples are persons, with `Ownership`'s attributes."""
+
+    #: What one example is, in the words of plans and ledgers.
+    unit = "person"
 
     @abc.abstractmethod
     def rows(self, indices: torch.Tensor) -> tuple[Batch, Batch]:

@@ -49,7 +49,7 @@ from dpcompanion.gradients.tensors import rounded_up
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.mechanism.sampling import steps_per_epoch
-from dpcompanion.training.examples import Data
+from dpcompanion.training.examples import Data, described
 from dpcompanion.training.following import check_budget, check_clipped, check_follows
 from dpcompanion.training.measuring import NormPasses, pass_is_due
 from dpcompanion.training.options import Performance, Track
@@ -145,6 +145,10 @@ class NormTracker(OwnLoop):
                 )
             check_budget(budget, accountant)
         self.budget = budget
+        for told in (accountant, budget):
+            described(told, self.measuring.data)
+        #: The key that the run draws under, which `train` names, and whether that is of a seed.
+        self.key_fingerprint, self.seeded = None, False
         #: Steps begun.
         self.steps = 0
         #: Norms that are charged at the next step, at most C, (n,) float64; running estimates
@@ -305,9 +309,9 @@ class NormTracker(OwnLoop):
             )
         self._check_stepped()
         found = entry_of(self.accountant, None if self.budget is not None else delta)
-        if self.budget is None or delta is None:
-            return found
-        return dataclasses.replace(entry_of(self.budget, delta), account=found.account)
+        if self.budget is not None and delta is not None:
+            found = dataclasses.replace(entry_of(self.budget, delta), account=found.account)
+        return dataclasses.replace(found, key_fingerprint=self.key_fingerprint, seeded=self.seeded)
 
     def _check_stepped(self):
         if not self.steps:

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from dpcompanion.accounting import compute_epsilon, gaussian_mu
+from dpcompanion.accounting import Ledger, compute_epsilon, gaussian_mu
 from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.training import (
     Callbacks,
@@ -207,6 +207,41 @@ def test_a_card_says_what_the_run_guarantees(tmp_path):
         "pld",
         "example",
     )
+
+
+def test_the_card_of_a_stopped_run_tells_of_attacks_on_all_planned_steps_too():
+    def stop(run):
+        run.stop()
+
+    cards = [
+        json.loads(trained(callbacks=callbacks)[1].to_json())
+        for callbacks in (None, Callbacks(on_epoch=stop))
+    ]
+    whole, stopped = cards
+    assert stopped["steps"] == 4 and stopped["planned_steps"] == whole["steps"] == 12
+    for name in ("epsilon", "gaussian_dp", "true_positive_rates"):
+        planned = f"{name}_of_planned_steps"
+        assert stopped[planned] == whole[planned] == whole[name] != stopped[name]
+    assert stopped["gaussian_dp"]["mu"] < stopped["gaussian_dp_of_planned_steps"]["mu"]
+
+
+def test_a_ledger_knows_the_seeds_and_keys_of_runs_by_their_trackers_too():
+    run = dict(track=Track(clipping="individual"))
+    (_, first), (_, again), (_, other) = (trained(seed=seed, **run) for seed in (0, 0, None))
+    assert "came from a seed" not in Ledger([other]).statement()
+    assert "noise of 1 of 2 items came from a seed" in Ledger([first, other]).statement()
+    both = Ledger([first.tracker, other.tracker])
+    assert "noise of 1 of 2 items" in both.statement() and both == Ledger.from_json(both.to_json())
+    for pair in ((first.tracker, again.tracker), (first, again.tracker), (other, other.tracker)):
+        with pytest.raises(ValueError, match="key of its own"):
+            Ledger(pair)
+
+
+def test_a_statement_says_all_digits_of_delta():
+    plan = DPSGDPlan(
+        n=N, sample_rate=0.1, steps=4, max_grad_norm=1.0, noise_multiplier=2.0, delta=1 / 300_000
+    )
+    assert f"delta {1 / 300_000!r}," in plan.statement()
 
 
 def test_a_card_without_noise_says_that_nothing_is_known():

@@ -2,6 +2,8 @@
 said of examples holds of them.
 """
 
+import dataclasses
+import json
 import math
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import torch
 from test_attack_on_the_trainer import clopper_pearson
 
+from dpcompanion.accounting import Ledger
 from dpcompanion.filters import ExactFilter
 from dpcompanion.training import (
     Checkpoint,
@@ -104,6 +107,23 @@ def trained(data, plan, **options):
         **({"seed": 3} | options),
     )
     return model, history
+
+
+@pytest.mark.parametrize("unit, said", [("example", "person"), ("patient", "patient")])
+def test_history_account_and_filter_say_that_examples_are_persons(unit, said):
+    plan = DPSGDPlan.for_epsilon(
+        2.0, n=4, batch_size=2, epochs=2, max_grad_norm=0.5, delta=1e-2, unit=unit
+    )
+    budget = ExactFilter.for_plan(plan, 1.0)
+    _, history = trained(by_person(*table(), PEOPLE, at_most=2), plan, filter=budget)
+    assert plan.unit == unit and f"differ in one {said}," in history.statement()
+    assert json.loads(history.to_json())["unit"] == said
+    tracker = history.tracker
+    for item in (history, tracker, tracker.accountant):
+        assert Ledger([item]).units == (said,)
+    assert Ledger().add(budget, delta=1e-2).units == (said,)
+    _, plain = trained(table(), dataclasses.replace(plan, n=8, unit="example"))
+    assert "differ in one example," in plain.statement()
 
 
 @pytest.mark.parametrize("method", ["auto", "ghost", "func"])
