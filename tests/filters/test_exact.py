@@ -300,7 +300,7 @@ def test_more_steps_than_64_bits_hold_are_not_paid_with_less_than_nothing():
         [[0.5], 10**30],
         [[0.5], 3],
     ):
-        refused("cannot", filter.record, filter.levels_for(norms), steps=steps)
+        refused("cannot|steps", filter.record, filter.levels_for(norms), steps=steps)
     refused("steps", filter.record, [0.5], steps=10**400)
     assert filter.spent.tolist() == [0]
     filter.record([0.5], steps=2)
