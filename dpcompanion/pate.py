@@ -101,9 +101,7 @@ def histograms(votes: Array, weights: Array, *, classes: int) -> torch.Tensor:
     )
 
 
-def noisy_labels(
-    histogram: Array, noise_std: float, generator: torch.Generator
-) -> torch.Tensor:
+def noisy_labels(histogram: Array, noise_std: float, generator: torch.Generator) -> torch.Tensor:
     """Each query's label, (queries,): the largest noisy entry of the histogram (queries, classes).
 
     Raises ValueError for noise that is not above 0 and finite, and for a histogram that is not of

@@ -319,9 +319,9 @@ def make_canaries(
             seen[torch.randint(len(seen), (count, *x.shape[1:]), generator=generator)],
             distinct[torch.randint(len(distinct), (count,), generator=generator)],
         )
-    directions = torch.randn(
-        count, *x.shape[1:], generator=generator, dtype=torch.float64
-    ).reshape(count, -1)
+    directions = torch.randn(count, *x.shape[1:], generator=generator, dtype=torch.float64).reshape(
+        count, -1
+    )
     length = size * x.double().reshape(len(x), -1).norm(dim=1).mean()
     rows = directions / directions.norm(dim=1, keepdim=True) * length
     labels = y.unique()

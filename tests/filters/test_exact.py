@@ -209,15 +209,16 @@ def test_bad_parameters_are_refused_by_name():
     refuses(ExactFilter, good, budget=[None, [3, 4, 5], 2.5], target_epsilon=[1.0])
     refuses(ExactFilter, dict(good, costs=[4, 8, 16]), budget=[[3, 20]])
     target = dict(FILTER, n=2, target_epsilon=1.0, target_delta=1e-5)
-    refuses(ExactFilter, dict(target, target_delta=1e-9), target_epsilon=[1e-6, -1.0])
+    refuses(ExactFilter, dict(target, target_delta=1e-9), target_epsilon=[1e-6, -1.0, 1e300])
     refuses(ExactFilter, target, target_delta=[None])
 
 
 def test_bad_norms_and_calls_are_refused():
     filter = ExactFilter(2, **FILTER, budget=20)
-    refuses(filter.clip_norms, {}, norms=[[0.1], [-0.1, 0.1], [math.nan, 0.1]])
+    refuses(filter.clip_norms, {}, norms=[[0.1], [-0.1, 0.1], [math.nan, 0.1], "a", None])
+    refuses(filter.record, dict(levels=LEVELS[:2], steps=1), levels=["a", None], steps=["a", 1e300])
     assert (filter.spent == 0).all()
-    refuses(filter.epsilon, {}, delta=[1.0])
+    refuses(filter.epsilon, dict(delta=0.1), delta=[1.0], spent=[1e300, "a"])
     given = dict(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.1, levels=LEVELS, steps=9)
     refused("exactly one", calibrate_filter, **given)
     refuses(calibrate_filter, dict(given, budget=3), costs=[None])
