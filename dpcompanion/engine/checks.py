@@ -11,6 +11,7 @@ from opacus.validators.errors import UnsupportedModuleError
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -61,6 +62,10 @@ def clip_norms_of(max_grad_norm, clipping, module):
 
 
 def check_loader(loader):
+    if not isinstance(loader, DataLoader):
+        raise ValueError(
+            f"data_loader must be a torch.utils.data.DataLoader, got a {type(loader).__name__}"
+        )
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
         raise ValueError(
             "data_loader must be of a map-style data set, got an iterable one, which cannot be "
