@@ -29,6 +29,8 @@ _T = TypeVar("_T")
 _F = TypeVar("_F", bound=SupportsFloat)
 _BRACKETS = {"both": "[]", "left": "[)", "right": "(]", "neither": "()"}
 _MANY = 20  # names that a message lists
+#: Examples of which an account of each can be kept: 80 gigabytes for one number of each.
+MOST_EXAMPLES = 10**10
 _LARGEST = 2**63 - 1024  # whole number that both 64 bits and float64 hold
 
 

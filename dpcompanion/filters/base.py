@@ -28,7 +28,7 @@ class PrivacyFilter:
     target_delta: float | None = None
 
     def __init__(self, n, *, device):
-        self.n = _checks.whole_number("n", n, 1)
+        self.n = _checks.whole_number("n", n, 1, _checks.MOST_EXAMPLES)
         self.device = torch.device("cpu" if device is None else device)
         self._noted = Noted(self.device)  # norms out of range
 

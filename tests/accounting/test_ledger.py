@@ -425,6 +425,7 @@ def test_selection_of_pure_mechanisms_is_three_times_one():
         (lambda: Ledger.from_opacus([1, 2]), "history"),
         (lambda: Ledger.from_json("{"), "source"),
         (lambda: Ledger().to_json(5), "path"),
+        (lambda: Ledger().add(Gaussian(10.0), people=[10**12]), "people"),
         (lambda: Ledger.from_json('{"ledger": [{"kind": "Gauss"}]}'), "kind"),
         (
             lambda: Ledger.from_json('{"ledger": [{"kind": "Gaussian", "sigma": 1}]}'),

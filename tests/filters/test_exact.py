@@ -202,7 +202,12 @@ def test_states_go_on_and_foreign_ones_are_refused():
 def test_bad_parameters_are_refused_by_name():
     good = dict(FILTER, n=2, budget=20)
     numbers = dict(
-        n=[0], steps=[0], block=[0], max_grad_norm=[0.0], sample_rate=[1.5], noise_multiplier=[0.0]
+        n=[0, 10**12],
+        steps=[0],
+        block=[0],
+        max_grad_norm=[0.0],
+        sample_rate=[1.5],
+        noise_multiplier=[0.0],
     )
     refuses(ExactFilter, good, **numbers, levels=[[0.5, 2.0], [1.0, 0.5, 0.2]])
     refuses(ExactFilter, good, costs=[[1, 2], [0, 4, 16], [1, 4.5, 16], [1, 4, 2**70], None])
