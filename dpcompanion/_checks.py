@@ -29,6 +29,9 @@ _T = TypeVar("_T")
 _F = TypeVar("_F", bound=SupportsFloat)
 _BRACKETS = {"both": "[]", "left": "[)", "right": "(]", "neither": "()"}
 _MANY = 20  # names that a message lists
+#: Examples of which an account of each can be kept: 80 gigabytes for one number of each.
+MOST_EXAMPLES = 10**10
+_LARGEST = 2**63 - 1024  # whole number that both 64 bits and float64 hold
 
 
 def flat_doubles(name: str, value: Any) -> np.ndarray:
@@ -79,6 +82,19 @@ def real(name: str, value: _T) -> _T:
     return value
 
 
+def tensor(name: str, value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Numbers in a tensor, array, table or lists as a dense tensor.
+
+    >>> tensor("x", [[1, 2]])
+    tensor([[1, 2]])
+    """
+    value = real(name, unlabelled(value))
+    try:
+        return torch.as_tensor(value, dtype=dtype)
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        raise ValueError(f"{name} must be an array of numbers, got {value!r:.80}") from None
+
+
 def in_interval(
     name: str, value: _T, low: float = -math.inf, high: float = math.inf, *, closed: str = "both"
 ) -> _T:
@@ -116,7 +132,7 @@ def number(
     return float(entries[0])
 
 
-def whole_number(name: str, value: Any, low: float = 0, high: float = math.inf) -> int:
+def whole_number(name: str, value: Any, low: float = 0, high: float = _LARGEST) -> int:
     """`value` as int: one whole number (an int, or a float or array scalar without a fraction)."""
     if type(value) is int and low <= value <= high and abs(value) < 2**53:
         return value

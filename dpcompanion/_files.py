@@ -8,6 +8,7 @@
 """
 
 import glob
+import json
 import os
 import pathlib
 import secrets
@@ -27,6 +28,8 @@ def replace(path, content, *, mode=0o666):
     `path` that have not been written to for an hour are removed: a killed process left them.
     `mode`: its permissions, less what the process masks.
     """
+    if not isinstance(path, (str, os.PathLike)) or str(path) == "":
+        raise ValueError(f"path must be that of a file, got {path!r:.80}")
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # As mkstemp does, but with the permissions of usual files; "x" refuses a file that exists.
@@ -40,6 +43,34 @@ def replace(path, content, *, mode=0o666):
     finally:
         part.unlink(missing_ok=True)
     remove_stale(path)
+
+
+def parsed(source, kind):
+    """What a JSON text or a file of it holds, a `kind` of thing. Where an object says a thing
+    twice, of which Python would take the last, it is refused.
+
+    >>> parsed('{"n": 5}', "plan")
+    {'n': 5}
+    """
+    if not isinstance(source, (str, os.PathLike)) or source == "":
+        raise ValueError(f"source must be a JSON text or a file, got {source!r:.80}")
+    text = str(source)
+    if isinstance(source, os.PathLike) or not text.lstrip().startswith(("{", "[")):
+        text = pathlib.Path(source).read_text(encoding="utf-8")
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"source must be a {kind} in JSON, got {text[:80]!r}: {error}") from None
+
+
+def _once(pairs):
+    """A JSON object that says nothing twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"source must say each thing once, got {twice!r} twice")
+    return found
 
 
 def remove_stale(path):

@@ -28,6 +28,8 @@ from dpcompanion import _checks
 from dpcompanion._types import Array
 from dpcompanion.accounting import gaussian_epsilon, gaussian_mu
 
+_MOST_CLASSES = 10**6
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PateParameters:
@@ -76,15 +78,17 @@ def weighted_parameters(
 
 def histograms(votes: Array, weights: Array, *, classes: int) -> torch.Tensor:
     """Weighted votes for each class: votes (teachers, queries), whole numbers; weights (teachers,).
-    Returns (queries, classes).
+    Returns (queries, classes), of 10^6 classes at most.
 
     >>> histograms([[0, 1], [1, 1], [1, 2]], [1.0, 0.5, 2.0], classes=3)
     tensor([[1.0000, 2.5000, 0.0000],
             [0.0000, 1.5000, 2.0000]], dtype=torch.float64)
     """
-    votes, weights = torch.as_tensor(votes), torch.as_tensor(weights, dtype=torch.float64)
+    classes = _checks.whole_number("classes", classes, 2, _MOST_CLASSES)
+    votes = _checks.tensor("votes", votes)
+    weights = _checks.tensor("weights", weights, torch.float64)
     _checks.in_interval("weights", weights, 0, math.inf, closed="left")
-    _checks.in_interval("votes", votes, 0, _checks.whole_number("classes", classes, 2) - 1)
+    _checks.in_interval("votes", votes, 0, classes - 1)
     if votes.is_floating_point() and not torch.equal(votes, votes.round()):
         raise ValueError("votes must be whole numbers, the classes from 0, got fractions")
     if votes.ndim != 2 or weights.shape != votes.shape[:1]:
@@ -97,16 +101,20 @@ def histograms(votes: Array, weights: Array, *, classes: int) -> torch.Tensor:
     )
 
 
-def noisy_labels(
-    histogram: torch.Tensor, noise_std: float, generator: torch.Generator
-) -> torch.Tensor:
+def noisy_labels(histogram: Array, noise_std: float, generator: torch.Generator) -> torch.Tensor:
     """Each query's label, (queries,): the largest noisy entry of the histogram (queries, classes).
 
     Raises ValueError for noise that is not above 0 and finite, and for a histogram that is not of
-    finite numbers.
+    finite numbers, or of another shape.
     """
     noise_std = _checks.number("noise_std", noise_std, 0, math.inf, closed="neither")
+    histogram = _checks.tensor("histogram", histogram)
     _checks.in_interval("histogram", histogram, -math.inf, math.inf, closed="neither")
+    if histogram.ndim != 2 or not histogram.shape[1]:
+        raise ValueError(
+            "histogram must have shape (queries, classes), with a class at least, got "
+            f"{tuple(histogram.shape)}"
+        )
     _checks.generator("generator", generator)
     noise = torch.randn(
         histogram.shape, dtype=torch.float64, generator=generator, device=generator.device

@@ -84,6 +84,7 @@ from dpcompanion.mechanism.secure import CELLS, MOST_CELLS, SecureStream, grid_o
 
 METHODS = ("cdf", "andrew2021")
 RELATIONS = ("add-remove", "replace")
+_MOST = 10**6  # bins or steps: more take minutes and tell no more
 _SMALL = (
     "delta must be small beside epsilon, whose share would be 0 here, got epsilon={} and delta={}"
 )
@@ -163,8 +164,9 @@ def private_quantiles(
         generator: None, for what is published, or a torch.Generator, for research; see
             `private_mean`.
         method: "cdf" or "andrew2021"; see the module's text.
-        bins: of the public grid of "cdf".
-        steps, learning_rate, start: of "andrew2021"; it starts at upper / 2 by default.
+        bins: of the public grid of "cdf", from 2 to 10^6.
+        steps, learning_rate, start: of "andrew2021", 10^6 steps at most; it starts at upper / 2 by
+            default.
         relation: "add-remove" or "replace": what (epsilon, delta) is for.
 
     Raises:
@@ -176,8 +178,11 @@ def private_quantiles(
     values = _bounded(values, upper)
     _checks.one_of("method", method, METHODS)
     _checks.one_of("relation", relation, RELATIONS)
+    bins = _checks.whole_number("bins", bins, 2, _MOST)
+    steps = _checks.whole_number("steps", steps, 1, _MOST)
+    learning_rate = _checks.number("learning_rate", learning_rate, 0, math.inf, closed="neither")
+    start = upper / 2 if start is None else _checks.number("start", start, 0, upper, closed="right")
     if method == "cdf":
-        bins = _checks.whole_number("bins", bins, 2)
         ratio = noise_ratio(
             _epsilon_of_adding(epsilon, delta, bins) if relation == "replace" else epsilon, delta
         )
@@ -185,9 +190,6 @@ def private_quantiles(
             _noisy_prefixes(values, upper, bins, ratio, generator), quantiles, upper, len(values)
         )
     ratio = noise_ratio(epsilon, delta)
-    steps = _checks.whole_number("steps", steps, 1)
-    learning_rate = _checks.number("learning_rate", learning_rate, 0, math.inf, closed="neither")
-    start = upper / 2 if start is None else _checks.number("start", start, 0, upper, closed="right")
     found = torch.full_like(quantiles, start)
     std = math.sqrt(steps * len(quantiles)) / ratio
     ordered = values.sort().values
@@ -234,9 +236,9 @@ class PrivateScaler:
         It is a fixed map of each row, at no further cost. NaN stays NaN.
 
         Raises:
-            ValueError: for another number of columns.
+            ValueError: for another number of columns, or what is no number.
         """
-        x = torch.as_tensor(_checks.unlabelled(x))
+        x = _checks.tensor("x", x)
         if x.ndim != 2 or x.shape[1] != len(self.mean):
             raise ValueError(f"x must have shape (m, {len(self.mean)}), got {tuple(x.shape)}")
         wide = x.to(torch.float64)
@@ -447,7 +449,7 @@ def replacement_factor(bins: int) -> float:
     >>> round(replacement_factor(512), 4)
     1.2776
     """
-    bins = _checks.whole_number("bins", bins, 2)
+    bins = _checks.whole_number("bins", bins, 2, _MOST)
     column = _square_root(bins)
     # Entries fall along a column, so that the longest difference has the first column in it: the
     # other begins at bin b.

@@ -314,10 +314,44 @@ def test_bad_input_is_refused():
         audit.audit_scores, scores, scores=[[1.0, math.nan]], included=[[0.5, 1]], groups=labels
     )
     refuses(audit.random_inclusion, {}, canaries=[0])
-    run = dict(model=None, loss=None, data=None, plan=plan(5), optimizer=None)
-    refuses(audit.audit_training, run, canaries=[[1, 1]])
+    run = dict(model=None, loss=None, data=(torch.eye(5),) * 2, plan=plan(5), optimizer=None)
+    refuses(
+        audit.audit_training,
+        run,
+        canaries=[[1, 1], [0.5, 1.5], "a", [1e300], [math.nan], [True, False], {0, 1}, 5, []],
+        groups=[5, "abcde", [1] * 4, [[1]] * 5, torch.zeros(5, 2), ["all"] * 5],
+        plan=[None, 5],
+        trackers=[[]],
+        generator=[5],
+        confidence=["a", 1],
+    )
+    refuses(
+        audit.make_canaries,
+        dict(x=torch.rand(5, 3), y=torch.arange(5), count=2),
+        x=[None, "a", torch.rand(5, 3) * math.nan, torch.rand(0, 3), torch.rand(5, 0)],
+        y=[None, torch.arange(3), torch.rand(5, 3), torch.arange(5.0) / 0],
+        count=[0, 1e300, 10**12],
+        size=["a", math.inf, math.nan, 0, -1],
+        generator=[5],
+    )
     for change, word in ((dict(noise_multiplier=0.0), "noise"), (dict(steps=0), "step")):
         refused(word, audit.PlanCurve, plan(5, **change))
+
+
+def test_canaries_and_groups_may_be_arrays_and_lists():
+    found = audit.make_canaries([[1.0], [2.0]], np.array([3, 4]), 5)
+    assert found.x.shape == (5, 1) and set(found.y.tolist()) <= {3, 4}
+    model = torch.nn.Linear(4, 1, bias=False)
+    found = audit.audit_training(
+        model,
+        lambda outputs, _: outputs.squeeze(1),
+        (torch.eye(4), torch.zeros(4)),
+        plan(4),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        canaries=np.array([0.0, 3.0]),
+        groups=np.array(["a", "b", "b", "c"]),
+    )
+    assert list(found) == ["all", "a", "c"]
 
 
 def test_a_claim_that_cannot_be_held_against_anything_is_refused():

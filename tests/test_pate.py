@@ -99,12 +99,18 @@ def test_bad_arguments_are_refused_by_name():
     refuses(
         pate.histograms,
         dict(votes=[[0]], weights=[1.0], classes=3),
-        votes=[[[3]]],
-        weights=[[-1.0]],
+        votes=[[[3]], None, "a"],
+        weights=[[-1.0], None, "a"],
+        classes=[10**10, 1e300],
     )
     refuses(pate.histograms, dict(weights=[1.0, 1.0], classes=3), votes=[[[0]]])
     good = dict(histogram=torch.ones(1, 2), noise_std=1.0, generator=torch.Generator())
     not_finite = torch.tensor([[1, math.nan]])
     refuses(
-        pate.noisy_labels, good, noise_std=[0.0, math.nan], histogram=[not_finite], generator=[None]
+        pate.noisy_labels,
+        good,
+        noise_std=[0.0, math.nan],
+        histogram=[not_finite, None, torch.ones(2), torch.ones(2, 0), torch.ones(2, 2, 2)],
+        generator=[None],
     )
+    assert pate.noisy_labels([[1.0, 9e9]], 1.0, torch.Generator()).tolist() == [1]

@@ -260,13 +260,14 @@ def test_bad_arguments_are_refused_by_name():
     bad["values"] = [[], [[0.1]], None, "abc", [0.5j]]
     refuses(private_mean, good, **bad)
     good["quantiles"] = [0.5]
-    refuses(private_quantiles, good, **bad, quantiles=[[0.0], [1.0]], method=["magic"], bins=[1])
+    refuses(private_quantiles, good, **bad, quantiles=[[0.0], [1.0]], method=["magic"])
     refuses(
         private_quantiles,
-        dict(good, method="andrew2021"),
-        steps=[0],
-        learning_rate=[0],
-        start=[3.0],
+        good,
+        bins=[1, 10**7, 10**10, 1e300],
+        steps=[0, -5, 1e300],
+        learning_rate=[0, "x"],
+        start=[3.0, "x"],
     )
     scaler = dict(x=torch.zeros(4, 2), lower=0.0, upper=1.0, generator=None, **BUDGET)
     refuses(
@@ -278,7 +279,7 @@ def test_bad_arguments_are_refused_by_name():
     )
     refuses(private_scaler, scaler, epsilon=[0.0], delta=[1.0], relation=["swap"], unit=["", None])
     refuses(private_scaler, scaler, x=[torch.zeros(4), torch.zeros(0, 2), [["a", "b"]]])
-    refuses(private_scaler(**scaler).transform, {}, x=[torch.zeros(4, 3)])
+    refuses(private_scaler(**scaler).transform, {}, x=[torch.zeros(4, 3), "a", None])
 
 
 @pytest.mark.parametrize("method", ["mean", "cdf", "andrew2021"])

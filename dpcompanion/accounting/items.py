@@ -397,7 +397,7 @@ class LedgerEntry:
                     f"people must be indices of shape (m,), got {tuple(indices.shape)} "
                     f"{indices.dtype}"
                 )
-            _checks.in_interval("people", indices, 0, 2**53)
+            _checks.in_interval("people", indices, 0, _checks.MOST_EXAMPLES - 1)
             found = tuple(indices.tolist())
             if len(set(found)) < len(found):
                 raise ValueError("people must be distinct, got one twice")

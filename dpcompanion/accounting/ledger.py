@@ -62,7 +62,6 @@ import json
 import math
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -838,17 +837,7 @@ class Ledger:
         Raises:
             ValueError: what is no ledger; FileNotFoundError where there is no file.
         """
-        if not isinstance(source, (str, os.PathLike)) or source == "":
-            raise ValueError(f"source must be a JSON text or a file, got {source!r:.80}")
-        text = str(source)
-        if isinstance(source, os.PathLike) or not text.lstrip().startswith(("{", "[")):
-            text = Path(source).read_text(encoding="utf-8")
-        try:
-            held = json.loads(text, object_pairs_hook=_once)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(
-                f"source must be a ledger in JSON, got {text[:80]!r}: {error}"
-            ) from None
+        held = _files.parsed(source, "ledger")
         if isinstance(held, dict) and "ledger" in held:
             if unknown := set(held) - _OF_A_FILE:
                 raise ValueError(
@@ -910,16 +899,6 @@ class Ledger:
             return dp_accounting.SelfComposedDpEvent(sampled, item.steps)
 
         return dp_accounting.ComposedDpEvent([event(item) for item in self.items])
-
-
-def _once(pairs):
-    """A JSON object that says nothing twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"source must say each thing once, got {twice!r} twice")
-    return found
 
 
 def _up(value, digits=4):

@@ -48,6 +48,7 @@ DEFAULT_ORDERS = tuple(
     + sorted({round(64 * 16 ** (j / 56)) for j in range(57)})
 )
 
+_MOST_NODES = 2**24  # of an integral: about a gigabyte
 # The binomial sum serves integer orders up to here; beyond, the integral costs less.
 _LARGEST_SUM = 1024
 # Numbers in one temporary tensor: what stays within a core's cache.
@@ -86,7 +87,7 @@ def rdp_sampled_gaussian(
 
     Raises:
         ValueError: a rate outside (0, 1], a negative or non-finite noise multiplier, an order not
-            above 1.
+            above 1, or one so large beside the noise that the integral would take gigabytes.
 
     Source: Mironov, Talwar and Zhang 2019, "Rényi differential privacy of the sampled
     Gaussian mechanism", section 3.
@@ -127,9 +128,12 @@ def as_float64_tensors(*values: Numbers) -> tuple[torch.Tensor, ...]:
     """The values as float64 tensors of a common shape, on the device of those that are tensors."""
     values = tuple(map(_checks.unlabelled, values))
     device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
-    return torch.broadcast_tensors(
-        *(torch.as_tensor(v, dtype=torch.float64, device=device) for v in values)
-    )
+    found = [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values]
+    try:
+        return torch.broadcast_tensors(*found)
+    except RuntimeError:
+        shapes = " and ".join(str(tuple(each.shape)) for each in found)
+        raise ValueError(f"arguments must have shapes that broadcast, got {shapes}") from None
 
 
 def _log_excess_by_sum(q, sigma, orders):
@@ -188,6 +192,12 @@ def _log_excess_by_integral(q, sigma, orders):
     result[apart] = _log_excess_apart(q[apart], sigma[apart], orders)
     near = (~apart).nonzero()[:, 0]
     step = 0.5 * sigma.clamp(max=1.0)
+    nodes = (orders.max() / sigma[near] + 2 * _TAIL) / step[near]
+    if bool((nodes > _MOST_NODES).any()):
+        raise ValueError(
+            f"orders must be small enough beside noise_multiplier for an integral of {_MOST_NODES} "
+            f"nodes, got {float(orders.max()):g}"
+        )
     # Orders of like size share their nodes, so that one large order does not cost all the others.
     size_class = torch.ceil(torch.log2(orders)).long()
     for size in size_class.unique():

@@ -226,7 +226,7 @@ class Finding:
     refuted: bool | None
 
 
-def _members(included, groups):
+def members_of(included, groups):
     """{label: the places of its canaries}, in the order of the labels; without groups none."""
     if groups is None:
         return {}
@@ -301,7 +301,7 @@ def audit_scores(
             f"{tuple(scores.shape)} and {included.dtype} of shape {tuple(included.shape)}"
         )
     scores = scores.reshape(-1, len(included))
-    members = {"all": torch.arange(len(included))} | _members(included, groups)
+    members = {"all": torch.arange(len(included))} | members_of(included, groups)
     claims = claims or {}
     for label, claim in claims.items():
         _checks.one_of("claims", label, members)

@@ -8,10 +8,12 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._types import Array, Loss
-from dpcompanion.audit.bounds import Finding, PlanCurve, audit
+from dpcompanion.audit.bounds import Finding, PlanCurve, audit, members_of
 from dpcompanion.gradients import clipping, sums
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.training import train
+
+_MOST = 10**6  # canaries to make
 
 
 def audit_training(
@@ -89,19 +91,13 @@ def audit_training(
     >>> 0 < found.epsilon < plan.epsilon(), found.refuted
     (True, False)
     """
-    n = plan.n
+    if not isinstance(plan, DPSGDPlan):
+        raise ValueError(f"plan must be a DPSGDPlan, got {plan!r:.80}")
+    confidence = _checks.number("confidence", confidence, 0, 1, closed="neither")
+    _check_generator(generator)
     if canaries is None:
-        canaries = torch.randperm(n, generator=generator)[:1000]
-    canaries = torch.as_tensor(canaries)
-    if (
-        canaries.ndim != 1
-        or not len(canaries)
-        or len(canaries.unique()) < len(canaries)
-        or not 0 <= int(canaries.min()) <= int(canaries.max()) < n
-    ):
-        raise ValueError(
-            f"canaries must be different indices below plan.n = {n}, got {canaries.tolist()!r:.80}"
-        )
+        canaries = torch.randperm(plan.n, generator=generator)[:1000]
+    canaries = _indices(canaries, plan.n)
     if {"people", "at_most"} & arguments.keys():
         raise ValueError(
             "people and at_most must be left out: an audit is of examples, each of one row"
@@ -111,17 +107,15 @@ def audit_training(
             "data must be two tensors (x, y), so that an audit sees them, got "
             f"{type(data).__name__}"
         )
-    if groups is not None:
-        _checks.same_length(data=data[0], groups=groups)
-        groups = [
-            groups[i].item() if isinstance(groups, torch.Tensor) else groups[i]
-            for i in canaries.tolist()
-        ]
+    if "trackers" in arguments:
+        raise ValueError(
+            f"trackers must be left out, for the audit is one, got {arguments['trackers']!r:.80}"
+        )
+    groups = _labels(groups, canaries, plan.n)
     claims = {"all": PlanCurve(plan)}
-    if groups is not None:
-        for label in set(groups):
-            own = canaries[torch.tensor([group == label for group in groups])]
-            claims[label] = PlanCurve(plan, own) if plan.individual else claims["all"]
+    for label, places in members_of(canaries, groups).items():
+        own = canaries[places]
+        claims[label] = PlanCurve(plan, own) if plan.individual else claims["all"]
 
     def fit(included):
         observer = _Observer(canaries, included, together)
@@ -145,6 +139,41 @@ def audit_training(
         confidence=confidence,
         generator=generator,
     )
+
+
+def _indices(canaries, n):
+    """Canaries as different indices below n."""
+    given = _checks.in_interval("canaries", _checks.tensor("canaries", canaries), 0, n - 1)
+    found = given.long()
+    if (
+        given.ndim != 1
+        or given.dtype == torch.bool
+        or not len(found)
+        or bool((given != found).any())
+        or len(found.unique()) < len(found)
+    ):
+        raise ValueError(
+            f"canaries must be different indices below plan.n = {n}, got {given.tolist()!r:.80}"
+        )
+    return found
+
+
+def _labels(groups, canaries, n):
+    """The label of each canary; None without groups."""
+    if groups is None:
+        return None
+    labels = groups.tolist() if hasattr(groups, "tolist") else groups
+    if not isinstance(labels, Sequence) or isinstance(labels, str) or len(labels) != n:
+        raise ValueError(
+            f"groups must be a list of plan.n = {n} labels, one for each example, got "
+            f"{groups!r:.80}"
+        )
+    return [labels[i] for i in canaries.tolist()]
+
+
+def _check_generator(generator):
+    if generator is not None:
+        _checks.generator("generator", generator)
 
 
 class _Observer:
@@ -264,29 +293,42 @@ def make_canaries(
 
     Args:
         x, y: inputs (n, ...) of a floating type or whole numbers, labels (n,).
-        count: how many, 1 or more.
-        size: their length, in mean lengths of the rows of x; of whole numbers nothing is longer.
+        count: how many, from 1 to 10^6.
+        size: their length, in mean lengths of the rows of x, above 0; of whole numbers nothing is
+            longer.
         generator: a torch.Generator for directions and labels; PyTorch's own by default.
 
     Returns `Canaries`: (inputs (count, ...), labels (count,)).
 
     Raises:
-        ValueError: no canary.
+        ValueError: an argument outside its range, or x and y that are not as many numbers, one or
+            more, all finite.
 
     >>> make_canaries(torch.rand(5, 3), torch.arange(5), 2).x.shape
     torch.Size([2, 3])
     """
-    count = _checks.whole_number("count", count, 1)
+    count = _checks.whole_number("count", count, 1, _MOST)
+    size = _checks.number("size", size, 0, math.inf, closed="neither")
+    _check_generator(generator)
+    x, y = (
+        _checks.in_interval(name, _checks.tensor(name, value), closed="neither")
+        for name, value in (("x", x), ("y", y))
+    )
+    if not x.ndim or not x.numel() or y.shape != x.shape[:1]:
+        raise ValueError(
+            "x and y must be inputs (n, ...) and labels (n,), with a number at least, got shapes "
+            f"{tuple(x.shape)} and {tuple(y.shape)}"
+        )
     if not x.is_floating_point():
         seen, distinct = x.unique(), y.unique()
         return Canaries(
             seen[torch.randint(len(seen), (count, *x.shape[1:]), generator=generator)],
             distinct[torch.randint(len(distinct), (count,), generator=generator)],
         )
-    directions = torch.randn(count, *x.shape[1:], generator=generator, dtype=torch.float64).flatten(
-        1
+    directions = torch.randn(count, *x.shape[1:], generator=generator, dtype=torch.float64).reshape(
+        count, -1
     )
-    length = size * x.double().flatten(1).norm(dim=1).mean()
+    length = size * x.double().reshape(len(x), -1).norm(dim=1).mean()
     rows = directions / directions.norm(dim=1, keepdim=True) * length
     labels = y.unique()
     return Canaries(

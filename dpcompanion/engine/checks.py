@@ -11,6 +11,7 @@ from opacus.validators.errors import UnsupportedModuleError
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -60,7 +61,15 @@ def clip_norms_of(max_grad_norm, clipping, module):
     return whole, {p: norm / whole * (1 - 1e-12) for p, norm in zip(parameters, norms)}
 
 
+def _check_kind(loader):
+    if not isinstance(loader, DataLoader):
+        raise ValueError(
+            f"data_loader must be a torch.utils.data.DataLoader, got a {type(loader).__name__}"
+        )
+
+
 def check_loader(loader):
+    _check_kind(loader)
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
         raise ValueError(
             "data_loader must be of a map-style data set, got an iterable one, which cannot be "

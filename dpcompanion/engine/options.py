@@ -54,6 +54,10 @@ class Settings:
     at_most: int | None = None
     unit: str | None = None
 
+    def __post_init__(self):
+        for name in ("batch_first", "wrap_model", "prove", "trust_loss"):
+            _checks.one_of(name, getattr(self, name), (True, False))
+
     def units_of(self, loader: Any, mode: str) -> "Units":
         """What the units of privacy are that a loader's items belong to.
 

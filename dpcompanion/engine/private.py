@@ -54,6 +54,17 @@ def _check_method(method, sample_weight, noise_range):
         )
 
 
+def _check_measure(loss, norms):
+    if (loss is None) == (norms is None):
+        both = "neither" if loss is None else "both"
+        raise ValueError(
+            f"either loss or norms must be given, by which gradients are measured, got {both}"
+        )
+    for name, function in (("loss", loss), ("norms", norms)):
+        if function is not None and not callable(function):
+            raise ValueError(f"{name} must be a function, got {function!r:.80}")
+
+
 def _check_filter(filter, units):
     """A filter of the data set's examples, or persons, and of the run's rate."""
     if filter.n != units.n:
@@ -400,11 +411,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             raise ValueError(
                 f"filter must be an ExactFilter or a RenyiFilter, got {type(filter).__name__}"
             )
-        if (loss is None) == (norms is None):
-            both = "neither" if loss is None else "both"
-            raise ValueError(
-                f"either loss or norms must be given, by which gradients are measured, got {both}"
-            )
+        _check_measure(loss, norms)
         settings = settings_of("make_private_with_filter", options)
         check_measured(module)
         if loss is not None and not settings.batch_first:

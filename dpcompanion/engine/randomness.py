@@ -29,6 +29,8 @@ def sources(sampling, noise, *, seed=None, secure_mode=False):
     """((sampling, noise), origin): the generators that were given, or the streams of a seed, or of
     keys that nobody knows; and what they repeat themselves by, in words, or None.
     """
+    if noise is not None:
+        _checks.generator("noise_generator", noise)
     if secure_mode and not (sampling is None and noise is None and seed is None):
         raise ValueError(
             "seed, noise_generator, and the loader's generator, must be None in secure mode, which "

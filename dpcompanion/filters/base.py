@@ -28,7 +28,7 @@ class PrivacyFilter:
     target_delta: float | None = None
 
     def __init__(self, n, *, device):
-        self.n = _checks.whole_number("n", n, 1)
+        self.n = _checks.whole_number("n", n, 1, _checks.MOST_EXAMPLES)
         self.device = torch.device("cpu" if device is None else device)
         self._noted = Noted(self.device)  # norms out of range
 
@@ -63,8 +63,7 @@ class PrivacyFilter:
 
     def _checked_norms(self, norms, most=math.inf, slack=0.0):
         """Norms from 0 to `most` (1 + `slack`), as (n,) float64 on the filter's device."""
-        norms = _checks.real("norms", _checks.unlabelled(norms))
-        norms = torch.as_tensor(norms, dtype=torch.float64).detach()
+        norms = _checks.tensor("norms", norms, torch.float64).detach()
         if norms.shape != (self.n,):
             raise ValueError(f"norms must have shape ({self.n},), got {tuple(norms.shape)}")
         wrong = ~((norms >= 0) & (norms <= most * (1 + slack)))  # nor for NaN

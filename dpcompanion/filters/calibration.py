@@ -36,6 +36,7 @@ from dpcompanion.filters.pairs import SampledGaussian
 PRECISION = 1e-3
 
 _WASTE = 0.05  # what rounding costs up to whole numbers may cost a level
+LARGEST_EPSILON = 1e4  # promises nothing, and beyond it the search takes minutes
 _MOST_UNITS = 24_000  # no budget of more units by choice
 
 
@@ -144,7 +145,7 @@ def calibrate_filter(
     Many arguments, since a run, its levels and its target are described by numbers.
 
     Args:
-        target_epsilon: above 0.
+        target_epsilon: above 0, 10^4 at most.
         target_delta: in (0, 1).
         sample_rate: in (0, 1].
         levels: (K,) ascending shares of the clip norm, in (0, 1].
@@ -176,7 +177,9 @@ def calibrate_filter(
     >>> found.budget, found.delta <= 1e-5
     (800, True)
     """
-    target_epsilon = _checks.number("target_epsilon", target_epsilon, 0, math.inf, closed="neither")
+    target_epsilon = _checks.number(
+        "target_epsilon", target_epsilon, 0, LARGEST_EPSILON, closed="right"
+    )
     target_delta = _checks.number("target_delta", target_delta, 0, 1, closed="neither")
     sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
     steps, block = _checks.whole_number("steps", steps, 1), _checks.whole_number("block", block, 1)

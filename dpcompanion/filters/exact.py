@@ -32,7 +32,7 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._types import Array, Device, Numbers, State
 from dpcompanion.filters.base import PrivacyFilter
-from dpcompanion.filters.calibration import calibrate_filter, epsilon_of_budget
+from dpcompanion.filters.calibration import LARGEST_EPSILON, calibrate_filter, epsilon_of_budget
 from dpcompanion.filters.game import check_costs, check_levels
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class ExactFilter(PrivacyFilter):
             default `level_costs` at each example's own target.
         budget: whole numbers, at least the least cost, one or (n,); needs `costs`.
         target_epsilon, target_delta: instead of `budget`: the largest that keeps each example's
-            epsilon (a number above 0 or (n,)).
+            epsilon (a number above 0, 10^4 at most, or (n,)).
         steps: of the run.
         block: steps for which a level holds.
         device: where the account is kept; norms may come from anywhere.
@@ -174,7 +174,7 @@ class ExactFilter(PrivacyFilter):
             costs=costs,
             progress=self._progress,
         )
-        _checks.in_interval("target_epsilon", target_epsilon, 0, math.inf, closed="neither")
+        _checks.in_interval("target_epsilon", target_epsilon, 0, LARGEST_EPSILON, closed="right")
         targets = torch.as_tensor(target_epsilon, dtype=torch.float64).cpu()
         distinct, which = targets.unique(return_inverse=True)
         found = [calibrate_filter(target_epsilon=epsilon, **run) for epsilon in distinct.tolist()]
@@ -281,7 +281,7 @@ class ExactFilter(PrivacyFilter):
                 recorded then.
         """
         blocks = -(-_checks.whole_number("steps", steps, 1) // self.block)
-        levels = torch.as_tensor(levels, dtype=torch.float64, device=self.device)
+        levels = _checks.tensor("levels", levels, torch.float64).to(self.device)
         if levels.shape != (self.n,):
             raise ValueError(f"levels must have shape ({self.n},), got {tuple(levels.shape)}")
         index = (levels[:, None] - self._norms).abs().argmin(dim=1)

@@ -180,7 +180,7 @@ class RenyiFilter(PrivacyFilter):
             ValueError: an argument outside its range, or a target below what the conversion alone
                 costs at every order.
         """
-        n = _checks.whole_number("n", n, 1)
+        n = _checks.whole_number("n", n, 1, _checks.MOST_EXAMPLES)
         sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
         noise_multiplier = _checks.number(
             "noise_multiplier", noise_multiplier, 0, math.inf, closed="neither"

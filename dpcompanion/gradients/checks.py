@@ -51,6 +51,9 @@ def check_data(x, y, n=None):
             f"data must be two tensors (x, y), got a {type(x).__name__} and a {type(y).__name__}; "
             f"{advice}"
         )
+    for part in (x, y):
+        if isinstance(part, torch.Tensor) and part.layout != torch.strided:
+            raise ValueError(f"data must be dense tensors, got {part.layout}; use to_dense()")
     if not (x.ndim and y.ndim) or len(x) != len(y) or n not in (None, len(x)):
         wanted = "as many inputs as targets" if n is None else f"plan.n = {n} examples"
         raise ValueError(
@@ -147,6 +150,8 @@ def check_alone(model, *, opacus=False, name="model", tensors=True):
     Raises:
         ValueError: naming the class, under the `name` of the argument.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"{name} must be a torch.nn.Module, got a {type(model).__name__}")
     classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     wrappers = classes & (_WRAPPERS | (_WRAPPERS_OF_OPACUS if opacus else set()))
     held = [p.data for p in model.parameters()] + list(model.buffers()) if tensors else []

@@ -90,7 +90,7 @@ def budgets_for(target_epsilons: Any, n: int) -> torch.Tensor:
     >>> budgets_for(3.0, 2)
     tensor([3., 3.], dtype=torch.float64)
     """
-    n = _checks.whole_number("n", n, 1)
+    n = _checks.whole_number("n", n, 1, _checks.MOST_EXAMPLES)
     given = _checks.unlabelled(target_epsilons)
     if isinstance(given, Mapping):
         if not given:

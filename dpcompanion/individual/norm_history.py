@@ -38,7 +38,7 @@ class NormHistory:
     """The n examples of an account, how many steps each has, and checks of what is recorded."""
 
     def __init__(self, n, *, max_grad_norm, device):
-        self.n = _checks.whole_number("n", n, 1)
+        self.n = _checks.whole_number("n", n, 1, _checks.MOST_EXAMPLES)
         self.max_grad_norm = _checks.number(
             "max_grad_norm", max_grad_norm, 0, math.inf, closed="neither"
         )

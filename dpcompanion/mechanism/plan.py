@@ -74,13 +74,12 @@ import hashlib
 import json
 import math
 import os
-import pathlib
 import warnings
 from typing import Any
 
 import torch
 
-from dpcompanion import _checks
+from dpcompanion import _checks, _files
 from dpcompanion._rounding import exactly
 from dpcompanion._types import State
 from dpcompanion.accounting import (
@@ -421,7 +420,7 @@ class DPSGDPlan:
         """
         text = json.dumps({"plan": self._fields()}, indent=1)
         if path is not None:
-            pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
+            _files.replace(path, (text + "\n").encode())
         return text
 
     @classmethod
@@ -431,16 +430,16 @@ class DPSGDPlan:
         Raises:
             ValueError: what is no plan; FileNotFoundError where there is no file.
         """
-        text = str(source)
-        if not text.lstrip().startswith("{"):
-            text = pathlib.Path(source).read_text(encoding="utf-8")
+        held = _files.parsed(source, "plan")
         try:
-            held = json.loads(text)["plan"]
+            held = held["plan"]
             unknown = set(held) - {field.name for field in dataclasses.fields(cls)}
             if not unknown:
                 return cls(**held)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"source must be a plan in JSON, got {text[:80]!r}: {error}") from None
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"source must be a plan in JSON, got {str(source)[:80]!r}: {error}"
+            ) from None
         raise ValueError(
             f"source must hold the fields of a DPSGDPlan, got {', '.join(sorted(unknown))} too"
         )
@@ -725,7 +724,7 @@ def _rate_and_steps(
     if batch_size is None:
         return sample_rate, steps
     batch_size = _checks.number("batch_size", batch_size, 0, n, closed="right")
-    epochs = _checks.number("epochs", epochs, 0, math.inf, closed="neither")
+    epochs = _checks.number("epochs", epochs, 0, 1e12, closed="right")
     return batch_size / n, max(1, round(epochs * n / batch_size))
 
 

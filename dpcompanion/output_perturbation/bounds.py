@@ -410,7 +410,7 @@ def mahalanobis(differences: Array, covariance: Array) -> float | torch.Tensor:
 
 
 def _weights(weights, *, data_sets=1, seeds=1):
-    weights = torch.as_tensor(weights, dtype=torch.float64)
+    weights = _checks.tensor("weights", weights, torch.float64)
     if weights.ndim != 3:
         raise ValueError(
             f"weights must be (data sets, seeds, parameters), got shape {tuple(weights.shape)}"

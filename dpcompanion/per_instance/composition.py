@@ -261,7 +261,8 @@ def compose_sensitivities(
     noise = _checks.number("noise_std", noise_std, 0, math.inf, closed="neither")
     # of lists PyTorch would keep the digits of its default dtype
     if not isinstance(sensitivities, torch.Tensor):
-        sensitivities = torch.as_tensor(np.asarray(sensitivities))
+        sensitivities = np.asarray(sensitivities)
+    sensitivities = _checks.tensor("sensitivities", sensitivities)
     if sensitivities.ndim < 2 or 0 in sensitivities.shape:
         raise ValueError(
             f"sensitivities must be (steps, runs, ...), got shape {tuple(sensitivities.shape)}"
@@ -312,7 +313,8 @@ class _MomentTable:
             sample_rate=rate, noise_multiplier=noise / nodes, orders=self.orders
         )
         logs[1:] = rdp * (self.orders - 1)
-        logs = (logs * _HAIR).T.contiguous()
+        # without infinities, of which a chord would be NaN; p times the largest float is infinite
+        logs = (logs * _HAIR).clamp(max=torch.finfo(logs.dtype).max).T.contiguous()
         rise = logs.diff(dim=1)
         # A chord of A from a to b is a + x (b - a), whose logarithm is at most ln a + x (b / a -
         # 1); where the cell is too steep for that, the upper end serves as the whole of it.

@@ -23,9 +23,11 @@ from dpcompanion import _checks
 from dpcompanion._types import Numbers
 from dpcompanion.accounting import gaussian_delta, rdp_sampled_gaussian
 from dpcompanion.accounting.loss import DIRECTIONS
+from dpcompanion.accounting.rdp import as_float64_tensors
 from dpcompanion.per_instance.added import log_mass_add
 
 _LARGEST_NOISE = 1e100  # so that a sensitivity that is tiny beside the noise still costs something
+_LARGEST_ORDER = 1e9
 
 
 @overload
@@ -64,7 +66,7 @@ def step_divergence(
         noise_multiplier: the noise's standard deviation in the unit of `sensitivity` (with norms as
             shares of the clip norm it is the noise multiplier of DP-SGD), above 0.
         sensitivity: at least 0. The three broadcast, to a shape ``S``.
-        orders: a number above 1, whole or not, or K of them.
+        orders: a number above 1, whole or not, 10^9 at most, or K of them.
         direction: "remove" compares with x to without; it is never below "add", the other way round
             (Mironov et al. 2019, theorem 5), so that it serves for both.
 
@@ -83,7 +85,7 @@ def step_divergence(
             [0.0000, 0.0000]], dtype=torch.float64)
     """
     _checks.in_interval("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
-    _checks.in_interval("orders", orders, 1, math.inf, closed="neither")
+    _checks.in_interval("orders", orders, 1, _LARGEST_ORDER, closed="right")
     given = sample_rate, noise_multiplier, sensitivity, orders
     q, noise, sensitivity = as_tensors(
         sample_rate=sample_rate, noise_multiplier=noise_multiplier, sensitivity=sensitivity
@@ -186,7 +188,4 @@ def as_tensors(**values: Numbers) -> tuple[torch.Tensor, ...]:
     ):
         if name in values:
             _checks.in_interval(name, values[name], low, high, closed=closed)
-    device = next((v.device for v in values.values() if isinstance(v, torch.Tensor)), None)
-    return torch.broadcast_tensors(
-        *(torch.as_tensor(v, dtype=torch.float64, device=device) for v in values.values())
-    )
+    return as_float64_tensors(*values.values())

@@ -22,11 +22,11 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
 from typing import Any
 
 import torch
 
+from dpcompanion import _files
 from dpcompanion._rounding import with_places
 from dpcompanion.accounting import Ledger, LedgerEntry, SampledGaussian
 from dpcompanion.accounting.items import entry_of
@@ -276,7 +276,7 @@ class History:
         }
         text = json.dumps(card, indent=1, allow_nan=False)
         if path is not None:
-            pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
+            _files.replace(path, (text + "\n").encode())
         return text
 
 

@@ -295,7 +295,7 @@ def read_keys(path, streams):
             content = json.load(file)
         for name, stream in streams.items():
             stream.set_state({"calls": 0, "key": bytes.fromhex(content["keys"][name])})
-        return _checks.whole_number("forward", content["forward"], 0)
+        return _checks.seed("forward", content["forward"])
     except FileNotFoundError:
         warnings.warn(
             f"{path!r} is gone, so that the run goes on with new random numbers: as private as it "

@@ -60,6 +60,8 @@ class Track:
             raise ValueError("updates_per_epoch must be above 0 unless running=True, got 0")
         if self.trajectory_delta is not None:
             _checks.number("trajectory_delta", self.trajectory_delta, 0, 1, closed="neither")
+        if self.device is not None:
+            _checks.device("device", self.device)
 
     @property
     def exact(self) -> bool:

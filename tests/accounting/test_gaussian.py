@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dpcompanion.accounting import gaussian_delta, gaussian_epsilon, gaussian_mu
 
-from ..refusals import refuses
+from ..refusals import refused, refuses
 
 
 def exact_delta(mu, epsilon):
@@ -118,6 +118,7 @@ def test_bad_arguments_are_refused_by_name():
         sensitivity_over_sigma=["x"],
         delta=[0.0, 1.0, math.nan],
     )
+    refused("shapes that broadcast", gaussian_epsilon, [1.0, 2.0], [1e-5] * 3)
     refuses(gaussian_mu, dict(epsilon=1.0, delta=0.1), epsilon=[-1.0, math.inf], delta=[0.0])
 
 

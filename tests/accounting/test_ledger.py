@@ -424,6 +424,8 @@ def test_selection_of_pure_mechanisms_is_three_times_one():
         (lambda: TWO.mu(least=0.5), "least"),
         (lambda: Ledger.from_opacus([1, 2]), "history"),
         (lambda: Ledger.from_json("{"), "source"),
+        (lambda: Ledger().to_json(5), "path"),
+        (lambda: Ledger().add(Gaussian(10.0), people=[10**12]), "people"),
         (lambda: Ledger.from_json('{"ledger": [{"kind": "Gauss"}]}'), "kind"),
         (
             lambda: Ledger.from_json('{"ledger": [{"kind": "Gaussian", "sigma": 1}]}'),

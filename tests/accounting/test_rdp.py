@@ -287,5 +287,5 @@ def test_bad_arguments_are_refused_by_name():
         dict(sample_rate=0.1, noise_multiplier=1.0, orders=[2, 3]),
         sample_rate=[0.0, 1.5, math.nan, [0.5, -1.0], "a"],
         noise_multiplier=[-1.0, math.inf, torch.tensor([1.0, math.nan]), None],
-        orders=[1, [2, math.inf], [2, math.nan]],
+        orders=[1, [2, math.inf], [2, math.nan], [1e300], 1e10],
     )

@@ -396,7 +396,7 @@ def test_bad_input_is_refused_by_name():
         private,
         good,
         filter=[object(), exact(sample_rate=0.3), few],
-        loss=[None],
+        loss=[None, "a"],
         updates_per_epoch=[0],
         epochs=[0],
     )

@@ -25,6 +25,7 @@ from torch.utils.data import (
 from dpcompanion import idp
 from dpcompanion.accounting import Gaussian, Ledger, LedgerEntry, compute_epsilon
 from dpcompanion.attacks import epsilon_lower_bound
+from dpcompanion.engine.checks import check_loader
 from dpcompanion.idp import IndividualizedPrivacyEngine, budgets_for
 from dpcompanion.mechanism.noise import fingerprint, generators
 from dpcompanion.training.checkpoints import write_checkpoint
@@ -999,7 +1000,9 @@ def test_bad_input_is_refused_by_name():
     refuses(
         private, {}, method=["both"], grad_sample_mode=["no_op"], sample_weight=[0.5], epochs=[0]
     )
-    refuses(private, {}, target_delta=[1.0], max_grad_norm=[0.0])
+    refuses(private, {}, target_delta=[1.0], max_grad_norm=[0.0], noise_generator=[5])
+    refuses(private, {}, batch_first=["a"], prove=["x"], trust_loss=["x"], wrap_model=[None])
+    refused("data_loader", check_loader, 5)
     refuses(private, {"method": "combined"}, sample_weight=[None])
 
 

@@ -202,22 +202,28 @@ def test_states_go_on_and_foreign_ones_are_refused():
 def test_bad_parameters_are_refused_by_name():
     good = dict(FILTER, n=2, budget=20)
     numbers = dict(
-        n=[0], steps=[0], block=[0], max_grad_norm=[0.0], sample_rate=[1.5], noise_multiplier=[0.0]
+        n=[0, 10**12],
+        steps=[0],
+        block=[0],
+        max_grad_norm=[0.0],
+        sample_rate=[1.5],
+        noise_multiplier=[0.0],
     )
     refuses(ExactFilter, good, **numbers, levels=[[0.5, 2.0], [1.0, 0.5, 0.2]])
     refuses(ExactFilter, good, costs=[[1, 2], [0, 4, 16], [1, 4.5, 16], [1, 4, 2**70], None])
     refuses(ExactFilter, good, budget=[None, [3, 4, 5], 2.5], target_epsilon=[1.0])
     refuses(ExactFilter, dict(good, costs=[4, 8, 16]), budget=[[3, 20]])
     target = dict(FILTER, n=2, target_epsilon=1.0, target_delta=1e-5)
-    refuses(ExactFilter, dict(target, target_delta=1e-9), target_epsilon=[1e-6, -1.0])
+    refuses(ExactFilter, dict(target, target_delta=1e-9), target_epsilon=[1e-6, -1.0, 1e300])
     refuses(ExactFilter, target, target_delta=[None])
 
 
 def test_bad_norms_and_calls_are_refused():
     filter = ExactFilter(2, **FILTER, budget=20)
-    refuses(filter.clip_norms, {}, norms=[[0.1], [-0.1, 0.1], [math.nan, 0.1]])
+    refuses(filter.clip_norms, {}, norms=[[0.1], [-0.1, 0.1], [math.nan, 0.1], "a", None])
+    refuses(filter.record, dict(levels=LEVELS[:2], steps=1), levels=["a", None], steps=["a", 1e300])
     assert (filter.spent == 0).all()
-    refuses(filter.epsilon, {}, delta=[1.0])
+    refuses(filter.epsilon, dict(delta=0.1), delta=[1.0], spent=[1e300, "a"])
     given = dict(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.1, levels=LEVELS, steps=9)
     refused("exactly one", calibrate_filter, **given)
     refuses(calibrate_filter, dict(given, budget=3), costs=[None])
@@ -300,7 +306,7 @@ def test_more_steps_than_64_bits_hold_are_not_paid_with_less_than_nothing():
         [[0.5], 10**30],
         [[0.5], 3],
     ):
-        refused("cannot", filter.record, filter.levels_for(norms), steps=steps)
+        refused("cannot|steps", filter.record, filter.levels_for(norms), steps=steps)
     refused("steps", filter.record, [0.5], steps=10**400)
     assert filter.spent.tolist() == [0]
     filter.record([0.5], steps=2)

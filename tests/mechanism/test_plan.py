@@ -14,7 +14,7 @@ from dpcompanion.mechanism import plan as plan_module
 from dpcompanion.mechanism.secure import SecureStream, grid_of
 from dpcompanion.training import Callbacks, DPSGDPlan, PoissonSampler, cross_entropy, train
 
-from ..refusals import refuses
+from ..refusals import refused, refuses
 
 GOOD = dict(n=10, sample_rate=0.5, steps=20, max_grad_norm=2.0, noise_multiplier=1.5, delta=1e-5)
 
@@ -34,12 +34,15 @@ def test_bad_arguments_are_refused_by_name():
     bad_steps_and_deltas = dict(steps=[21], delta=[0.0, [1e-3, 1e-4]])
     refuses(DPSGDPlan(**GOOD).epsilon, {}, accountant=["gdp"], **bad_steps_and_deltas)
     batch = dict(target_epsilon=2.0, batch_size=50, epochs=3, **TARGET)
-    refuses(DPSGDPlan.for_epsilon, batch, batch_size=[601, 0], epochs=[0, math.inf])
+    refuses(DPSGDPlan.for_epsilon, batch, batch_size=[601, 0], epochs=[0, math.inf, 1e300])
     refuses(
         DPSGDPlan.from_json,
         {},
-        source=["{}", '{"plan": 3}', "{", '{"plan": {"n": 3}}', '{"plan": {"m": 3}}'],
+        source=["{}", '{"plan": 3}', "{", '{"plan": {"n": 3}}', '{"plan": {"m": 3}}', None, 5, ""],
     )
+    text = DPSGDPlan(**GOOD).to_json()
+    refused("'n' twice", DPSGDPlan.from_json, text.replace('"n": ', '"n": 7, "n": '))
+    refuses(DPSGDPlan(**GOOD).to_json, {}, path=[5, ""])
 
 
 def test_the_normaliser_is_the_sum_of_the_rates():

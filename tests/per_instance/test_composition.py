@@ -180,7 +180,7 @@ def test_bad_arguments_are_refused_by_name():
     refuses(
         compose_sensitivities,
         good,
-        sensitivities=[torch.ones(3), torch.ones(0, 2)],
+        sensitivities=[torch.ones(3), torch.ones(0, 2), [1.0, 2.0], "a", None],
         order=[1],
         p=[1.0],
     )
@@ -188,6 +188,11 @@ def test_bad_arguments_are_refused_by_name():
     refuses(compose_sensitivities, dict(good, sensitivities=torch.ones(30, 2)), p=[1.5])
     for found in (torch.tensor(0.1), torch.tensor([-0.1]), torch.tensor([math.nan])):
         refused("divergence", compose, lambda t, a, found=found: found, steps=2, order=2, p=4)
+
+
+def test_with_next_to_no_noise_the_divergence_is_infinite():
+    run = dict(order=4, sample_rate=0.1, noise_std=1e-300)
+    assert float(compose_sensitivities([[1.0], [2.0]], **run)) == math.inf
 
 
 def test_sensitivities_in_lists_keep_their_digits():

@@ -598,7 +598,7 @@ def test_bad_arguments_are_refused_by_name():
         sample_rate=[0.0],
         noise_multiplier=[0.0],
         sensitivity=sizes,
-        orders=[1.0],
+        orders=[1.0, 1e300, 1e8],
     )
     refuses(step_divergence, step, direction=["both"])
     refuses(

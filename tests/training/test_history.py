@@ -22,6 +22,8 @@ from dpcompanion.training import (
     train,
 )
 
+from ..refusals import refused
+
 N, DELTA = 40, 1e-3
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0))
 DATA = X, (X[:, 0] > 0).long()
@@ -188,6 +190,7 @@ def test_a_card_says_what_the_run_guarantees(tmp_path):
         n=N, sample_rate=1.0, steps=4, max_grad_norm=1.0, noise_multiplier=4.0, delta=DELTA
     )
     _, history = trained(full)
+    refused("path", history.to_json, 5)
     history.to_json(tmp_path / "card.json", tuned="the learning rate, on other data")
     card = json.loads((tmp_path / "card.json").read_text())
     # Four full batches of noise 4 are one Gaussian mechanism of noise 2.

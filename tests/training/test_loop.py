@@ -578,6 +578,8 @@ def test_what_does_not_fit_together_is_refused_before_any_work():
     optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
     refused("optimizer", train, other, cross_entropy, data, plan, optimizer=optimizer, seed=0)
     refused("data", run, (data[0][1:], data[1][1:]), plan)
+    refused("data must be dense", run, (data[0].to_sparse(), data[1]), plan)
+    refused("model", train, None, cross_entropy, data, plan, optimizer=optimizer, seed=0)
     refused(
         "BatchNorm1d",
         run,

@@ -26,6 +26,7 @@ from dpcompanion.training import (
     gradient_norms,
     train,
 )
+from dpcompanion.training.options import Track
 from dpcompanion.training.tracking import NormTracker
 
 from ..refusals import refused, refuses
@@ -500,6 +501,7 @@ def test_bad_options_are_refused_by_name():
     data, plan = problem()
     good = dict(data=data, plan=plan, model=network())
     refuses(tracked, good, updates_per_epoch=[-1], clipping=["both"], trajectory_delta=[0])
+    refuses(Track, {}, device=["x", 5])
     for words, options in (
         ("running=True", dict(updates_per_epoch=0)),
         ("some examples", dict(examples=range(60), clipping="individual")),
