@@ -37,8 +37,10 @@ import argparse
 import json
 import math
 import os
+import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from dpcompanion import __version__
 from dpcompanion._rounding import exactly, rounded
@@ -164,6 +166,18 @@ def _answer(arguments: argparse.Namespace) -> None:
         )
 
 
+def _of_file(path: str) -> Any:
+    """The ledger, or the plan, that a file holds."""
+    from dpcompanion import _files
+    from dpcompanion.accounting import Ledger
+    from dpcompanion.mechanism.plan import DPSGDPlan
+
+    held = _files.parsed(pathlib.Path(path), "ledger")
+    if isinstance(held, dict) and "plan" in held:
+        return Ledger().add(DPSGDPlan.from_json(path))
+    return Ledger.from_json(path)
+
+
 def _ledger(arguments: argparse.Namespace) -> None:
     from dpcompanion.accounting import Ledger
     from dpcompanion.accounting.items import SAMPLER
@@ -171,7 +185,7 @@ def _ledger(arguments: argparse.Namespace) -> None:
     parts = []
     for file in arguments.files:
         try:
-            parts.append(Ledger.from_json(os.path.join(os.curdir, file)))
+            parts.append(_of_file(os.path.join(os.curdir, file)))
         except (ValueError, OSError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ValueError(f"{file}: {reason}") from None
@@ -296,7 +310,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Compose ledgers and runs, each in a JSON file: what `dpcompanion epsilon "
         "--json` prints, or what dpcompanion.accounting.Ledger.to_json writes.",
     )
-    ledger.add_argument("files", nargs="+", metavar="FILE", help="JSON of a ledger or of a run")
+    ledger.add_argument(
+        "files", nargs="+", metavar="FILE", help="JSON of a ledger, a run or a plan"
+    )
     ledger.add_argument(
         "--delta", type=_number, default=1e-5, metavar="DELTA", help="1e-5 by default"
     )

@@ -421,6 +421,13 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         epochs = _checks.whole_number("epochs", epochs, 1)
         updates = _checks.number("updates_per_epoch", updates_per_epoch, 0, closed="neither")
         _check_filter(filter, units)
+        if bool((filter.spent > 0).any()):
+            warnings.warn(
+                "filter has paid for another run, and examples without budget take no part: make a "
+                "new filter for this run, unless it goes on from a checkpoint, or count the "
+                "filter's promise once for both runs together",
+                stacklevel=2,
+            )
         streams, origin = sources(
             data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode
         )

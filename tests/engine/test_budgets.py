@@ -503,6 +503,14 @@ def test_an_audit_with_adaptive_canaries_stays_below_the_promise_and_catches_an_
     assert audited(inside, outside) > promise
 
 
+def test_a_filter_that_has_paid_is_warned_of():
+    filter = exact()
+    private(filter)
+    filter.record(filter.levels_for(torch.ones(N)), 1)
+    with pytest.warns(UserWarning, match="filter has paid for another run"):
+        private(filter)
+
+
 @pytest.mark.parametrize("method", ["make_private_with_budgets", "make_private_with_filter"])
 def test_an_unknown_keyword_is_refused_in_the_name_of_the_method(method):
     model = nn.Linear(4, 3).double()

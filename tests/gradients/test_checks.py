@@ -64,6 +64,17 @@ def test_data_that_the_model_cannot_take_are_refused(x, y, message):
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
+def test_the_cross_entropy_of_tokens_asks_for_one_number_an_example():
+    model, tokens = nn.Embedding(5, 3), torch.zeros(20, 6, dtype=torch.int64)
+    refused("mean over their tokens", fit, model, tokens, tokens)
+
+    def mean(outputs, targets):
+        return nn.functional.cross_entropy(outputs.mT, targets, reduction="none").mean(1)
+
+    fit(model, tokens, tokens, loss=mean)
+    assert cross_entropy(torch.zeros(2, 3, 4), torch.zeros(2, 4).long()).shape == (2, 4)
+
+
 def test_the_other_ways_in_refuse_such_data_too():
     model = nn.Linear(4, 3)
     refused("tensors", gradient_norms, model, cross_entropy, X.numpy(), Y.numpy())
