@@ -202,6 +202,7 @@ def examples_of(
         checks.check_data(x, y, n)
         return Tensors(x, y)
     no_map = isinstance(data, (IterableDataset, torch.Tensor)) or not hasattr(data, "__getitem__")
+    no_map |= isinstance(data, Mapping) and 0 not in data  # columns by name
     if no_map or not isinstance(data, Sized):
         raise ValueError(
             "data must be two tensors (x, y) or a map-style data set with a length, got a "

@@ -752,6 +752,7 @@ def test_augmentation_is_repeatable_changes_no_draw_and_leaves_the_generator_alo
         (torch.utils.data.TensorDataset(torch.zeros(3, 4), torch.zeros(3)), "plan.n = 40"),
         (torch.utils.data.TensorDataset(torch.zeros(40, 4)), r"items \(x, y\)"),
         (torch.utils.data.ChainDataset([]), "map-style"),
+        ({"x": torch.zeros(40, 4), "y": torch.zeros(40)}, "map-style"),
     ],
 )
 def test_a_data_set_that_does_not_fit_is_refused(data, words):
