@@ -36,7 +36,7 @@ from dpcompanion.filters.pairs import SampledGaussian
 PRECISION = 1e-3
 
 _WASTE = 0.05  # what rounding costs up to whole numbers may cost a level
-LARGEST_EPSILON = 1e4  # promises nothing, and beyond it the search takes minutes
+LARGEST_EPSILON = 1e9  # promises nothing, and the search for it would take ever longer
 _MOST_UNITS = 24_000  # no budget of more units by choice
 
 
@@ -145,7 +145,7 @@ def calibrate_filter(
     Many arguments, since a run, its levels and its target are described by numbers.
 
     Args:
-        target_epsilon: above 0, 10^4 at most.
+        target_epsilon: above 0, 10^9 at most.
         target_delta: in (0, 1).
         sample_rate: in (0, 1].
         levels: (K,) ascending shares of the clip norm, in (0, 1].

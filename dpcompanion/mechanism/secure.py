@@ -142,7 +142,7 @@ class SecureStream:
                 "state must be a dict with the number of calls, as of get_state, got "
                 f"{type(state).__name__}"
             )
-        calls = _checks.whole_number("calls", state["calls"], 0)
+        calls = _checks.whole_number("calls", state["calls"], 0, math.inf)
         if "key" in state:
             drawn = self._drawn
             self.__init__(state["key"])
