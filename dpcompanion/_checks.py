@@ -89,10 +89,18 @@ def tensor(name: str, value: Any, dtype: torch.dtype | None = None) -> torch.Ten
     tensor([[1, 2]])
     """
     value = real(name, unlabelled(value))
+    if isinstance(value, torch.Tensor):
+        return value if dtype is None else value.to(dtype)
     try:
-        return torch.as_tensor(value, dtype=dtype)
+        if isinstance(value, np.ndarray):
+            value = np.asarray(value, order="C")  # PyTorch takes no negative strides
+        found = torch.as_tensor(value, dtype=dtype)
+        # lists would go through PyTorch's default type
+        if dtype is None and isinstance(value, (list, tuple)) and found.is_floating_point():
+            found = torch.as_tensor(value, dtype=torch.float64)
     except (OverflowError, RuntimeError, TypeError, ValueError):
         raise ValueError(f"{name} must be an array of numbers, got {value!r:.80}") from None
+    return real(name, found)
 
 
 def in_interval(

@@ -28,9 +28,7 @@ def replace(path, content, *, mode=0o666):
     `path` that have not been written to for an hour are removed: a killed process left them.
     `mode`: its permissions, less what the process masks.
     """
-    if not isinstance(path, (str, os.PathLike)) or str(path) == "":
-        raise ValueError(f"path must be that of a file, got {path!r:.80}")
-    path = pathlib.Path(path)
+    path = _path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # As mkstemp does, but with the permissions of usual files; "x" refuses a file that exists.
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
@@ -43,6 +41,19 @@ def replace(path, content, *, mode=0o666):
     finally:
         part.unlink(missing_ok=True)
     remove_stale(path)
+
+
+def write(path, text):
+    """Put a text into a file as it is, with its permissions, or into what a link or a device leads
+    to.
+    """
+    _path(path).write_text(text, encoding="utf-8")
+
+
+def _path(path):
+    if not isinstance(path, (str, os.PathLike)) or str(path) == "":
+        raise ValueError(f"path must be that of a file, got {path!r:.80}")
+    return pathlib.Path(path)
 
 
 def parsed(source, kind):

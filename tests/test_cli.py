@@ -112,6 +112,10 @@ def test_runs_and_ledgers_in_files_are_composed(capsys, tmp_path):
     )
     (tmp_path / "alone.json").write_text(alone)
     assert "one patient" in said(capsys, "ledger", str(tmp_path / "alone.json"))
+    (tmp_path / "alone.json").write_text(
+        alone.replace("of one patient", "of one example").replace("of patients", "of examples")
+    )
+    assert "one patient" in said(capsys, "ledger", str(tmp_path / "alone.json"))
     plan = DPSGDPlan.for_epsilon(2.0, n=900, batch_size=90, epochs=3, max_grad_norm=1.0, delta=1e-4)
     plan.to_json(tmp_path / "plan.json")
     of_plan = said(capsys, "ledger", str(tmp_path / "plan.json"), "--delta", "1e-4")

@@ -297,7 +297,7 @@ class Ledger:
         return len(self._entries)
 
     def __repr__(self) -> str:
-        plain, relation = {"relation": "add-remove", "unit": "example"}, ""
+        plain, relation = {"relation": "add-remove", "unit": "example", "seeded": False}, ""
         if self.relation != "add-remove":
             relation = f", relation={self.relation!r}"
         shown = []
@@ -852,7 +852,9 @@ class Ledger:
         entries = entries if isinstance(entries, list) else [entries]
         found = cls([LedgerEntry.from_json(entry) for entry in entries], relation=relation)
         if isinstance(held, dict) and "ledger" in held:
-            check_said(held, [found.relation_in_words])
+            # earlier versions said "example" of every unit
+            plain = RELATIONS_IN_WORDS[found.neighbours].format(unit="example")
+            check_said(held, [found.relation_in_words, plain])
         return found
 
     @classmethod

@@ -48,7 +48,7 @@ DEFAULT_ORDERS = tuple(
     + sorted({round(64 * 16 ** (j / 56)) for j in range(57)})
 )
 
-_MOST_NODES = 2**24  # of an integral: about a gigabyte
+_MOST_NODES = 2**27  # of an integral: some gigabytes
 # The binomial sum serves integer orders up to here; beyond, the integral costs less.
 _LARGEST_SUM = 1024
 # Numbers in one temporary tensor: what stays within a core's cache.

@@ -98,7 +98,7 @@ def audit_training(
     if canaries is None:
         canaries = torch.randperm(plan.n, generator=generator)[:1000]
     canaries = _indices(canaries, plan.n)
-    if {"people", "at_most"} & arguments.keys():
+    if any(arguments.get(name) is not None for name in ("people", "at_most")):
         raise ValueError(
             "people and at_most must be left out: an audit is of examples, each of one row"
         )
@@ -143,7 +143,10 @@ def audit_training(
 
 def _indices(canaries, n):
     """Canaries as different indices below n."""
-    given = _checks.in_interval("canaries", _checks.tensor("canaries", canaries), 0, n - 1)
+    given = _checks.tensor("canaries", canaries)
+    if not given.is_floating_point() and given.dtype != torch.bool:
+        given = given.long()  # of which PyTorch compares all
+    _checks.in_interval("canaries", given, 0, n - 1)
     found = given.long()
     if (
         given.ndim != 1

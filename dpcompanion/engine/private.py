@@ -54,6 +54,16 @@ def _check_method(method, sample_weight, noise_range):
         )
 
 
+def _warn_of_paid(filter):
+    if bool((filter.spent > 0).any()):
+        warnings.warn(
+            "filter has paid for another run, and examples without budget take no part: make a new "
+            "filter for this run, unless it goes on from a checkpoint, or count the filter's "
+            "promise once for both runs together",
+            stacklevel=3,
+        )
+
+
 def _check_measure(loss, norms):
     if (loss is None) == (norms is None):
         both = "neither" if loss is None else "both"
@@ -421,13 +431,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         epochs = _checks.whole_number("epochs", epochs, 1)
         updates = _checks.number("updates_per_epoch", updates_per_epoch, 0, closed="neither")
         _check_filter(filter, units)
-        if bool((filter.spent > 0).any()):
-            warnings.warn(
-                "filter has paid for another run, and examples without budget take no part: make a "
-                "new filter for this run, unless it goes on from a checkpoint, or count the "
-                "filter's promise once for both runs together",
-                stacklevel=2,
-            )
+        _warn_of_paid(filter)
         streams, origin = sources(
             data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode
         )

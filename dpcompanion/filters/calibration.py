@@ -36,7 +36,7 @@ from dpcompanion.filters.pairs import SampledGaussian
 PRECISION = 1e-3
 
 _WASTE = 0.05  # what rounding costs up to whole numbers may cost a level
-LARGEST_EPSILON = 1e9  # promises nothing, and the search for it would take ever longer
+LARGEST_EPSILON = 1e7  # promises nothing; beyond it the search no longer resolves what it finds
 _MOST_UNITS = 24_000  # no budget of more units by choice
 
 

@@ -420,7 +420,7 @@ class DPSGDPlan:
         """
         text = json.dumps({"plan": self._fields()}, indent=1)
         if path is not None:
-            _files.replace(path, (text + "\n").encode())
+            _files.write(path, text + "\n")
         return text
 
     @classmethod

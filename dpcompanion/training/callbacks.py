@@ -276,7 +276,7 @@ class History:
         }
         text = json.dumps(card, indent=1, allow_nan=False)
         if path is not None:
-            _files.replace(path, (text + "\n").encode())
+            _files.write(path, text + "\n")
         return text
 
 

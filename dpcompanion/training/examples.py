@@ -15,6 +15,7 @@ Items may be mappings, and anything at all with a `collate_fn`, as for a loader 
 (torch.Size([2, 3]), tensor([0, 0]))
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence, Sized
@@ -45,7 +46,8 @@ def described(thing: Any, data: Any) -> Any:
         return thing
     if isinstance(thing, DPSGDPlan):
         return dataclasses.replace(thing, unit=unit)
-    thing.unit = unit
+    with contextlib.suppress(AttributeError):  # of a filter of the user's own
+        thing.unit = unit
     return thing
 
 
@@ -140,6 +142,13 @@ class Items:
         return digest_of(torch.tensor(len(self)), *tensors_in(x[:0]), *targets_in(x, y))
 
 
+def _is_map(data):
+    """Whether this is a map-style data set with a length, and no table of columns by name."""
+    named = isinstance(data, Mapping) and 0 not in data
+    items = isinstance(data, Sized) and hasattr(data, "__getitem__") and not named
+    return items and not isinstance(data, (IterableDataset, torch.Tensor))
+
+
 def examples_of(
     data: Any,
     n: int | None = None,
@@ -201,9 +210,7 @@ def examples_of(
         x, y = data
         checks.check_data(x, y, n)
         return Tensors(x, y)
-    no_map = isinstance(data, (IterableDataset, torch.Tensor)) or not hasattr(data, "__getitem__")
-    no_map |= isinstance(data, Mapping) and 0 not in data  # columns by name
-    if no_map or not isinstance(data, Sized):
+    if not _is_map(data):
         raise ValueError(
             "data must be two tensors (x, y) or a map-style data set with a length, got a "
             f"{type(data).__name__}: a Poisson draw names the examples that it wants, so pass the "

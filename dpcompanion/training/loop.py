@@ -551,8 +551,9 @@ class TrainingLoop:
         """
         self.run.history.key_fingerprint = fingerprint
         for tracker in self.trackers:
-            with contextlib.suppress(AttributeError):  # of one of the user's own
-                tracker.key_fingerprint, tracker.seeded = fingerprint, self.seed is not None
+            # one of the user's own need not know
+            if fingerprint is not None and hasattr(tracker, "note_key"):
+                tracker.note_key(fingerprint, self.seed is not None)
 
     def least_limits(self, lower, drawn, indices):
         """To what each example drawn is clipped, by the plan and by what its trackers ask for, and

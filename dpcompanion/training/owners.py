@@ -131,11 +131,7 @@ def _coded(name, values) -> tuple[list[Any], np.ndarray]:
         return distinct.tolist(), codes.astype(np.int64)
     else:
         values = list(values) if values.dtype.kind in "mM" else values.tolist()
-    scalars = (
-        each.item() if isinstance(each, (torch.Tensor, np.ndarray)) and not each.ndim else each
-        for each in values
-    )
-    names = _of_one_type(name, list(scalars))
+    names = _of_one_type(name, [_scalar(name, each) for each in values])
     seen: dict[Any, int] = {}
     codes = np.fromiter(
         (seen.setdefault(each, len(seen)) for each in names), dtype=np.int64, count=len(names)
@@ -154,6 +150,16 @@ def _array_of(name, values):
             raise ValueError(_TOO_LARGE.format(name))
         values = values.float()
     return values.numpy()
+
+
+def _scalar(name, value):
+    """A tensor or an array of one name as that name; a float keeps its type, which says how far it
+    tells whole numbers apart.
+    """
+    if not isinstance(value, (torch.Tensor, np.ndarray)) or value.ndim:
+        return value
+    value = _array_of(name, value)
+    return value[()] if value.dtype.kind == "f" else value.item()
 
 
 def _of_one_type(name, values):

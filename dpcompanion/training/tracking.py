@@ -147,8 +147,8 @@ class NormTracker(OwnLoop):
         self.budget = budget
         for told in (accountant, budget):
             described(told, self.measuring.data)
-        #: The key that the run draws under, which `train` names, and whether that is of a seed.
-        self.key_fingerprint, self.seeded = None, False
+        # The keys that runs drew under while it followed them, and whether one was of a seed.
+        self._keys, self._seeded = set(), False
         #: Steps begun.
         self.steps = 0
         #: Norms that are charged at the next step, at most C, (n,) float64; running estimates
@@ -311,7 +311,20 @@ class NormTracker(OwnLoop):
         found = entry_of(self.accountant, None if self.budget is not None else delta)
         if self.budget is not None and delta is not None:
             found = dataclasses.replace(entry_of(self.budget, delta), account=found.account)
-        return dataclasses.replace(found, key_fingerprint=self.key_fingerprint, seeded=self.seeded)
+        if len(self._keys) > 1:
+            raise ValueError(
+                "item must be of one run, whose noise has one key, but the tracker has followed "
+                f"{len(self._keys)}: follow each with a tracker of its own"
+            )
+        key = next(iter(self._keys), None)
+        return dataclasses.replace(found, key_fingerprint=key, seeded=self._seeded)
+
+    def note_key(self, fingerprint: str, seeded: bool) -> None:
+        """A run says under which key it draws, so that a ledger does not add it to what shares its
+        noise.
+        """
+        self._keys.add(fingerprint)
+        self._seeded |= seeded
 
     def _check_stepped(self):
         if not self.steps:

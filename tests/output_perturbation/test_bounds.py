@@ -374,7 +374,11 @@ def test_bad_arguments_are_refused_by_name():
     refuses(sgd_sensitivity, dict(one_pass, batch_size=32), learning_rate=[1e-323])
     refuses(empirical_sensitivity, {}, weights=[torch.zeros(1, 5, 2)])
     not_finite = torch.full((2, 2, 2), math.nan)
-    refuses(intrinsic_sigma, {}, weights=[torch.zeros(3, 1, 2), not_finite, "a", None])
+    refuses(
+        intrinsic_sigma,
+        {},
+        weights=[torch.zeros(3, 2), torch.zeros(3, 1, 2), not_finite, "a", None],
+    )
     noise = dict(sensitivity=1, sigma=1, delta=1e-5)
     refuses(intrinsic_epsilon, noise, sensitivity=[-1], delta=[0], mechanism=["laplace"])
     added = dict(sensitivity=1, sigma_intrinsic=0, target_epsilon=0.1, target_delta=1e-5)

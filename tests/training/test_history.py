@@ -240,6 +240,27 @@ def test_a_ledger_knows_the_seeds_and_keys_of_runs_by_their_trackers_too():
             Ledger(pair)
 
 
+def test_a_tracker_that_has_followed_two_runs_is_of_none():
+    model = torch.nn.Linear(3, 2)
+    tracker = NormTracker.for_plan(PLAN, model, cross_entropy, DATA, clipping="individual")
+    for seed in (1, 2):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        train(model, cross_entropy, DATA, PLAN, optimizer=optimizer, seed=seed, trackers=[tracker])
+    with pytest.raises(ValueError, match="has followed 2"):
+        Ledger([tracker])
+
+
+def test_a_card_goes_where_a_link_leads_with_the_permissions_that_the_file_has(tmp_path):
+    _, history = trained()
+    file, link = tmp_path / "card.json", tmp_path / "link.json"
+    file.touch(mode=0o600)
+    link.symlink_to(file)
+    for item in (history, PLAN):
+        item.to_json(link)
+        assert link.is_symlink() and json.loads(file.read_text())
+        assert file.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_statement_says_all_digits_of_delta():
     plan = DPSGDPlan(
         n=N, sample_rate=0.1, steps=4, max_grad_norm=1.0, noise_multiplier=2.0, delta=1 / 300_000
