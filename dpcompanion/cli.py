@@ -167,15 +167,18 @@ def _answer(arguments: argparse.Namespace) -> None:
 
 
 def _of_file(path: str) -> Any:
-    """The ledger, or the plan, that a file holds."""
+    """The ledger of a file, or that of the plan in it. It is read once, as a pipe can be."""
     from dpcompanion import _files
     from dpcompanion.accounting import Ledger
     from dpcompanion.mechanism.plan import DPSGDPlan
 
-    held = _files.parsed(pathlib.Path(path), "ledger")
+    text = pathlib.Path(path).read_text(encoding="utf-8").strip()
+    if not text.startswith(("{", "[")):
+        raise ValueError(f"source must be a ledger in JSON, got {text[:80]!r}")
+    held = _files.parsed(text, "ledger")
     if isinstance(held, dict) and "plan" in held:
-        return Ledger().add(DPSGDPlan.from_json(path))
-    return Ledger.from_json(path)
+        return Ledger().add(DPSGDPlan.from_json(text))
+    return Ledger.from_json(text)
 
 
 def _ledger(arguments: argparse.Namespace) -> None:
@@ -308,7 +311,7 @@ def _parser() -> argparse.ArgumentParser:
         "ledger",
         help="what several runs and releases on the same people's data cost together",
         description="Compose ledgers and runs, each in a JSON file: what `dpcompanion epsilon "
-        "--json` prints, or what dpcompanion.accounting.Ledger.to_json writes.",
+        "--json` prints, or what the to_json of a Ledger or a DPSGDPlan writes.",
     )
     ledger.add_argument(
         "files", nargs="+", metavar="FILE", help="JSON of a ledger, a run or a plan"

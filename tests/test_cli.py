@@ -119,6 +119,14 @@ def test_runs_and_ledgers_in_files_are_composed(capsys, tmp_path):
     plan = DPSGDPlan.for_epsilon(2.0, n=900, batch_size=90, epochs=3, max_grad_norm=1.0, delta=1e-4)
     plan.to_json(tmp_path / "plan.json")
     of_plan = said(capsys, "ledger", str(tmp_path / "plan.json"), "--delta", "1e-4")
+    piped = subprocess.run(
+        [sys.executable, "-m", "dpcompanion", "ledger", "/dev/stdin", "--delta", "1e-4"],
+        input=plan.to_json(),
+        text=True,
+        capture_output=True,
+        check=True,
+    )
+    assert piped.stdout == of_plan
     assert of_plan.strip() == accounting.Ledger().add(plan).statement(1e-4)
     assert (
         "leave out"

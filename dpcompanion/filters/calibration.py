@@ -145,7 +145,7 @@ def calibrate_filter(
     Many arguments, since a run, its levels and its target are described by numbers.
 
     Args:
-        target_epsilon: above 0, 10^9 at most.
+        target_epsilon: above 0, 10^7 at most.
         target_delta: in (0, 1).
         sample_rate: in (0, 1].
         levels: (K,) ascending shares of the clip norm, in (0, 1].

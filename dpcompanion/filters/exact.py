@@ -54,7 +54,7 @@ class ExactFilter(PrivacyFilter):
             default `level_costs` at each example's own target.
         budget: whole numbers, at least the least cost, one or (n,); needs `costs`.
         target_epsilon, target_delta: instead of `budget`: the largest that keeps each example's
-            epsilon (a number above 0, 10^9 at most, or (n,)).
+            epsilon (a number above 0, 10^7 at most, or (n,)).
         steps: of the run.
         block: steps for which a level holds.
         device: where the account is kept; norms may come from anywhere.

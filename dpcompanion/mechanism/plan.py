@@ -441,7 +441,8 @@ class DPSGDPlan:
                 f"source must be a plan in JSON, got {str(source)[:80]!r}: {error}"
             ) from None
         raise ValueError(
-            f"source must hold the fields of a DPSGDPlan, got {', '.join(sorted(unknown))} too"
+            "source must hold the fields of a DPSGDPlan, got "
+            f"{', '.join(sorted(map(str, unknown)))} too"
         )
 
     def budgets(self, target_epsilons: Any) -> torch.Tensor:

@@ -12,8 +12,8 @@ and it is clipped once. A Poisson draw takes persons, not rows. So the sum of cl
 moves by at most C if all rows of one person are added or removed, however many they are, and
 everything that is said of examples (plans, budgets, accounts, filters, statements) holds of
 persons: n is their number, and histories, accounts and filters say "person", or what
-`DPSGDPlan(unit="patient")` calls them. Without that, a person
-with ten rows would enter a run ten times and be charged for one.
+`DPSGDPlan(unit="patient")` calls them. Were rows the examples, a person with ten of them would
+enter a run ten times and be charged for one.
 
 Of a person with more than k rows, k are sampled afresh, uniformly and without replacement, each
 time the person is sampled, by the run's own stream. Over a run all rows are used, which a choice

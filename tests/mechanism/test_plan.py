@@ -38,7 +38,17 @@ def test_bad_arguments_are_refused_by_name():
     refuses(
         DPSGDPlan.from_json,
         {},
-        source=["{}", '{"plan": 3}', "{", '{"plan": {"n": 3}}', '{"plan": {"m": 3}}', None, 5, ""],
+        source=[
+            "{}",
+            '{"plan": 3}',
+            "{",
+            '{"plan": {"n": 3}}',
+            '{"plan": {"m": 3}}',
+            '{"plan": [1]}',
+            None,
+            5,
+            "",
+        ],
     )
     text = DPSGDPlan(**GOOD).to_json()
     refused("'n' twice", DPSGDPlan.from_json, text.replace('"n": ', '"n": 7, "n": '))
