@@ -12,6 +12,10 @@ group p more say: teachers hold examples of one group, and a vote from group p c
 sensitivity of group p is sqrt(2) w_p, and T labels cost it what a Gaussian mechanism of sensitivity
 over noise sqrt(2 T) w_p / s costs, exactly: no search is needed.
 
+That holds in floating point, too. Weights are rounded down to multiples of a public grid, 2^36 or
+more of which fit into s, so that every histogram lies on it, and noise is rounded to it: the label
+is read off the Gaussian mechanism, rounded afterwards (`dpcompanion.mechanism.secure`).
+
 Plain GNMax: the test of confidence that comes before a label in Papernot et al. 2018 is not here.
 
 >>> found = weighted_parameters([1.0, 2.0, 3.0], [34, 43, 23], target_delta=1e-5, queries=200)
@@ -27,8 +31,12 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._types import Array
 from dpcompanion.accounting import gaussian_epsilon, gaussian_mu
+from dpcompanion.mechanism.noise import gaussian_noise
+from dpcompanion.mechanism.secure import MOST_CELLS, SecureStream, grid_of, snapped
 
 _MOST_CLASSES = 10**6
+# Cells of the votes' grid in one of `grid_of`: weights lose less than 2^-36 of the noise.
+_FINER = 2.0**12
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,6 +65,8 @@ def weighted_parameters(
 ) -> PateParameters:
     r"""Weighting: votes count as much as each budget allows, with mean 1, and the noise for them.
 
+    Weights are rounded down to the grid of the noise, so that their mean is a trifle below 1.
+
     Args:
         target_epsilons: (P,) budgets.
         counts: (P,) numbers of teachers of each group, or their shares.
@@ -73,7 +83,9 @@ def weighted_parameters(
     reach, shares = _reach(target_epsilons, counts, target_delta)
     queries = _checks.whole_number("queries", queries, 1)
     mean = float(shares @ reach)
-    return PateParameters(math.sqrt(2 * queries) / mean, reach / mean)
+    noise_std = math.sqrt(2 * queries) / mean
+    grid = _grid(noise_std)
+    return PateParameters(noise_std, (reach / mean / grid).floor() * grid)
 
 
 def histograms(votes: Array, weights: Array, *, classes: int) -> torch.Tensor:
@@ -101,11 +113,25 @@ def histograms(votes: Array, weights: Array, *, classes: int) -> torch.Tensor:
     )
 
 
-def noisy_labels(histogram: Array, noise_std: float, generator: torch.Generator) -> torch.Tensor:
+def noisy_labels(
+    histogram: Array, noise_std: float, generator: torch.Generator | SecureStream | None = None
+) -> torch.Tensor:
     """Each query's label, (queries,): the largest noisy entry of the histogram (queries, classes).
 
-    Raises ValueError for noise that is not above 0 and finite, and for a histogram that is not of
-    finite numbers, or of another shape.
+    Args:
+        histogram: of `histograms`, with weights of `weighted_parameters`: those lie on the grid of
+            the noise. Others are rounded to it, which moves an entry by half a cell at most.
+        noise_std: standard deviation of the noise.
+        generator: of the noise. By default a cipher under a key of the operating system, with
+            noise on a grid: for labels that are released. Or a torch.Generator, for research:
+            floats that anyone who knows its seed can subtract.
+
+    Raises:
+        ValueError: noise that is not above 0 and finite, or too little for a grid; a histogram that
+            is not of finite numbers, or of another shape.
+
+    >>> noisy_labels([[60.0, 1.0], [0.0, 61.0]], 1.5)
+    tensor([0, 1])
     """
     noise_std = _checks.number("noise_std", noise_std, 0, math.inf, closed="neither")
     histogram = _checks.tensor("histogram", histogram)
@@ -115,11 +141,30 @@ def noisy_labels(histogram: Array, noise_std: float, generator: torch.Generator)
             "histogram must have shape (queries, classes), with a class at least, got "
             f"{tuple(histogram.shape)}"
         )
-    _checks.generator("generator", generator)
-    noise = torch.randn(
-        histogram.shape, dtype=torch.float64, generator=generator, device=generator.device
-    )
-    return (histogram + noise_std * noise.to(histogram.device)).argmax(dim=1)
+    if generator is None:
+        generator = SecureStream()
+    _checks.generator("generator", generator, SecureStream)
+    if isinstance(generator, SecureStream):
+        labels = _noisy_on_grid(histogram.cpu(), noise_std, generator).argmax(dim=1)
+        return labels.to(histogram.device)
+    return (
+        histogram + gaussian_noise(histogram.shape, noise_std, generator, device=histogram.device)
+    ).argmax(dim=1)
+
+
+def _grid(noise_std):
+    return grid_of(noise_std) / _FINER
+
+
+def _noisy_on_grid(histogram, noise_std, stream):
+    grid, most = _grid(noise_std), float(histogram.abs().max()) if histogram.numel() else 0.0
+    if not grid >= 2.0**-400 or not most / grid <= MOST_CELLS:
+        raise ValueError(
+            f"noise_std must be at least 2^-14 of the largest entry of histogram, {most:g}, for "
+            f"noise on a grid, got {noise_std:g}; a generator has floats"
+        )
+    exact = snapped(histogram, grid)
+    return exact + stream.bound(exact).normal(exact.shape, noise_std, grid=grid)
 
 
 def _reach(target_epsilons, counts, target_delta):

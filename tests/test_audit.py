@@ -324,6 +324,7 @@ def test_bad_input_is_refused():
         trackers=[[]],
         generator=[5],
         confidence=["a", 1],
+        together=["a"],
     )
     refuses(
         audit.make_canaries,

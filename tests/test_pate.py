@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from dpcompanion import pate
 from dpcompanion.accounting import compute_epsilon
+from dpcompanion.mechanism.secure import SecureStream, grid_of
 
 from .refusals import refuses
 
@@ -21,7 +22,7 @@ def test_weights_have_mean_one_and_spend_each_budget_exactly(groups, queries):
     budgets, shares = zip(*groups)
     found = pate.weighted_parameters(budgets, shares, target_delta=1e-5, queries=queries)
     weights = torch.tensor(shares, dtype=torch.float64) / sum(shares)
-    assert float(weights @ found.weights) == pytest.approx(1, rel=1e-9)
+    assert float(weights @ found.weights) == pytest.approx(1, rel=1e-6)
     spent = found.epsilons(1e-5, queries=queries).tolist()
     assert all(0.99999 * budget <= epsilon <= budget for budget, epsilon in zip(budgets, spent))
 
@@ -111,6 +112,32 @@ def test_bad_arguments_are_refused_by_name():
         good,
         noise_std=[0.0, math.nan],
         histogram=[not_finite, None, torch.ones(2), torch.ones(2, 0), torch.ones(2, 2, 2)],
-        generator=[None],
+        generator=["seed", 7],
     )
+    refuses(pate.noisy_labels, dict(histogram=[[1.0, 9e9]]), noise_std=[1.0, 1e-200])
+    refuses(pate.noisy_labels, dict(histogram=[[0.0, 0.0]]), noise_std=[1e-200])
     assert pate.noisy_labels([[1.0, 9e9]], 1.0, torch.Generator()).tolist() == [1]
+    assert pate.noisy_labels(torch.ones(0, 3), 1.0).tolist() == []
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.floats(0.1, 20), min_size=1, max_size=4), st.integers(1, 5000))
+def test_votes_lie_on_the_grid_of_the_noise(budgets, queries):
+    alike = [1] * len(budgets)
+    found = pate.weighted_parameters(budgets, alike, target_delta=1e-5, queries=queries)
+    votes = torch.randint(3, (25 * len(budgets), 40), generator=torch.Generator().manual_seed(0))
+    histogram = pate.histograms(votes, found.weights.repeat(25), classes=3)
+    cells = histogram / (grid_of(found.noise_std) * 2.0**-12)
+    assert torch.equal(cells, cells.round()) and float(cells.max()) < 2.0**51
+
+
+def test_labels_by_a_cipher_have_the_chances_of_gaussian_noise():
+    histogram = torch.tensor([[2.0, 2.5, 0.0]]).repeat(20_000, 1)
+    first, second = (pate.noisy_labels(histogram, 1.5) for _ in range(2))
+    assert not torch.equal(first, second)
+    again = [pate.noisy_labels(histogram, 1.5, SecureStream(bytes(32))) for _ in range(2)]
+    assert torch.equal(*again)
+    expected = log_chances([2.0, 2.5, 0.0], 1.5).exp().tolist()
+    for labels in (first, second, again[0]):
+        share = torch.bincount(labels, minlength=3) / 20_000
+        assert share.tolist() == pytest.approx(expected, abs=0.02)

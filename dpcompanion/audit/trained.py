@@ -94,6 +94,7 @@ def audit_training(
     if not isinstance(plan, DPSGDPlan):
         raise ValueError(f"plan must be a DPSGDPlan, got {plan!r:.80}")
     confidence = _checks.number("confidence", confidence, 0, 1, closed="neither")
+    _checks.one_of("together", together, (True, False))
     _check_generator(generator)
     if canaries is None:
         canaries = torch.randperm(plan.n, generator=generator)[:1000]

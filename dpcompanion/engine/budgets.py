@@ -186,8 +186,8 @@ class FilteredBudgets:
             delta=0.5 / self.n,  # unused: a filter promises an epsilon for each delta
             unit=self._unit,
         )
-        whom, _, _ = plan.statement(steps=steps or None).partition(", delta ")
-        return f"{whom}; each {self._unit} is charged for its own gradient norms."
+        mechanism = plan.mechanism_in_words(steps or self.planned)
+        return f"{mechanism}; each {self._unit} is charged for its own gradient norms."
 
     def promise(self, steps):
         """What the filter promises whatever is spent, in words: at the delta that it was made for,

@@ -221,6 +221,7 @@ class PersonalTrainer(Trainer):
         self._loop: Any = None
         self._tracker: NormTracker | None = None
         self._found: str | None = None
+        self._training = contextlib.ExitStack()  # what ends with the training
         # By which the folder knows the run of a checkpoint, however often the run is broken off.
         self._run_name = secrets.token_hex(8)
         batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -319,14 +320,15 @@ class PersonalTrainer(Trainer):
                 "checkpoint with a new PersonalTrainer, or train again by one of its own and add "
                 "the plans up (dpcompanion.accounting.Ledger)"
             )
-        found = super().train(*arguments, **options)
-        if self._loop is None and self._found is not None:
-            warnings.warn(
-                f"{os.path.dirname(self._found)!r} is a checkpoint of a run that has finished: its "
-                "model is loaded, and no step is taken",
-                stacklevel=2,
-            )
-            self._begin()
+        with self._training:
+            found = super().train(*arguments, **options)
+            if self._loop is None and self._found is not None:
+                warnings.warn(
+                    f"{os.path.dirname(self._found)!r} is a checkpoint of a run that has finished: "
+                    "its model is loaded, and no step is taken",
+                    stacklevel=2,
+                )
+                self._begin()
         if self.is_world_process_zero():
             self._write_card()
             for folder in self._folders():
@@ -443,10 +445,13 @@ class PersonalTrainer(Trainer):
         )
         self._tracker = self._loop.run.history.tracker
         self._guard(optimizer)
+        self._training.enter_context(self._loop.watching_others())
+        folder = pathlib.Path(str(self.args.output_dir))
+        paid = self._loop.take_filters(folder)
         if self._found is not None:
             self._restore(self._found)
+        self._loop.warn_of_paid(paid, goes_on=self._found is not None)
         if self._loop.seed is not None and self.is_world_process_zero():
-            folder = pathlib.Path(str(self.args.output_dir))
             note_seeds(folder / STATE, [(self._loop.seed, self._loop.data_digest)])
         return self._loop
 
@@ -463,10 +468,13 @@ class PersonalTrainer(Trainer):
                     "optimizer must be stepped once a draw by the Trainer alone, but something "
                     "steps it too"
                 )
-            loop.ready = False
+            loop.ready, loop.stepping = False, True
             if not seen and any(group["lr"] for group in stepped.param_groups):
                 seen.append(True)
                 before.update({name: p.detach().clone() for name, p in model.named_parameters()})
+
+        def over(stepped, args, kwargs):
+            loop.stepping = False
 
         def moved(stepped, args, kwargs):
             if not before:
@@ -501,6 +509,7 @@ class PersonalTrainer(Trainer):
                 )
 
         optimizer.register_step_pre_hook(check)
+        optimizer.register_step_post_hook(over)
         handle = optimizer.register_step_post_hook(moved)
 
     # Checkpoints
@@ -535,13 +544,7 @@ class PersonalTrainer(Trainer):
     def _restore(self, path):
         loop = self._loop
         content = read_checkpoint(path, ("run", *TAKEN_OVER))
-        theirs, ours = content["identity"], loop.identity()
-        differ = sorted(key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key))
-        if differ or set(content["stateful"]) != set(loop.stateful):
-            raise ValueError(
-                "resume_from_checkpoint must come from a run of the same plan, seed, data, model "
-                f"and optimizer, but {path!r} differs in {', '.join(differ) or 'what is tracked'}"
-            )
+        loop.check_same_run(content, path, name="resume_from_checkpoint")
         self._run_name = content["run"]
         if loop.seed is None and content["step"] < self.plan.steps:
             self._check_unfinished(path)

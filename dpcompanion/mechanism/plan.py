@@ -558,6 +558,20 @@ class DPSGDPlan:
         times the clip norm 1, delta 1e-05, accountant pld.
         """
         steps = _checks.whole_number("steps", self.steps if steps is None else steps, 0, self.steps)
+        counted = (
+            ""
+            if self.arithmetic == "real"
+            else (f", and what floats add for {self.parameters} parameters is counted")
+        )
+        return (
+            f"{self.mechanism_in_words(steps)}, delta {exactly(self.delta)}, accountant "
+            f"{self.accountant}{counted}."
+        )
+
+    def mechanism_in_words(self, steps):
+        """Of `statement` what holds for every delta and accountant: relation, constants, sampler,
+        `steps` and noise.
+        """
         taken = (
             f"{steps} steps" if steps == self.steps else f"{steps} of {self.steps} planned steps"
         )
@@ -580,15 +594,9 @@ class DPSGDPlan:
                 "data)"
             )
         mean = "" if isinstance(self.max_grad_norm, float) else "mean "
-        counted = (
-            ""
-            if self.arithmetic == "real"
-            else (f", and what floats add for {self.parameters} parameters is counted")
-        )
         return (
             f"{whom}; Poisson sampling at rate {said(self.sample_rate)}, {taken}, noise "
-            f"{self.noise_multiplier:g} times the {mean}clip norm {said(self.max_grad_norm)}, "
-            f"delta {exactly(self.delta)}, accountant {self.accountant}{counted}."
+            f"{self.noise_multiplier:g} times the {mean}clip norm {said(self.max_grad_norm)}"
         )
 
     def epsilon(

@@ -212,11 +212,10 @@ def train(
             stateful={} if checkpoint is None else checkpoint.stateful,
             generator_device=generator_device,
         )
-        paid, same = loop.paid(), loop.take_filters(checkpoint)
+        paid = loop.take_filters(None if checkpoint is None else checkpoint.path)
         if checkpoint is not None and checkpoint.exists:
             loop.load(checkpoint.path)
-            if not same:
-                loop.warn_of_paid(paid, loop.paid())
+            loop.warn_of_paid(paid, goes_on=True)
             if loop.run.step == plan.steps or loop.run.history.stopped:
                 warnings.warn(
                     f"checkpoint {os.fspath(checkpoint.path)!r} is of a run that has finished: its "
@@ -224,7 +223,7 @@ def train(
                     stacklevel=2,
                 )
         else:
-            loop.warn_of_paid(paid)
+            loop.warn_of_paid(paid, goes_on=False)
         loop.begin_alike(callbacks, checkpoint)
         if checkpoint is not None and seed is not None and ranks.first:
             note_seeds(checkpoint.path, [(loop.seed, loop.data_digest)])
@@ -240,7 +239,8 @@ def _take_steps(loop, callbacks, checkpoint, ranks, progress):
     """The steps of a run from where it is to its end, with what is called and saved on the way."""
     run, plan = loop.run, loop.plan
     with (
-        loop.stepping_alone(),
+        loop.only_own_steps(),
+        loop.watching_others(),
         bar(
             plan.steps, label="DP-SGD", done=run.step, show=progress if ranks.first else False
         ) as advance,
@@ -376,33 +376,38 @@ class TrainingLoop:
         known = [each for each in spent if isinstance(each, torch.Tensor) and not each.is_meta]
         return [each.clone() for each in known]
 
-    def take_filters(self, checkpoint):
-        """Note for which checkpoint's run the filters pay; whether it was that already."""
-        path = None if checkpoint is None else os.path.abspath(checkpoint.path)
+    def take_filters(self, path):
+        """Note that the filters pay for the run with this checkpoint, if any: what they had paid,
+        and whether it was for that run.
+        """
+        path = None if path is None else os.path.abspath(path)
         before = [getattr(each, "_pays_for", None) for each in self.filters()]
         for each in self.filters():
             with contextlib.suppress(AttributeError):  # of a filter of the user's own
                 each._pays_for = path
-        return path is not None and all(one == path for one in before)
+        same = path is not None and all(one == path for one in before)
+        return self.paid(), same
 
-    def warn_of_paid(self, paid, loaded=None):
+    def warn_of_paid(self, before, *, goes_on):
         """A filter that has paid for another run clips those without budget to nothing; one that
         goes on from a checkpoint has forgotten what it paid since.
         """
-        if loaded is None and any(bool((each > 0).any()) for each in paid):
+        paid, same = before
+        if not goes_on and any(bool((each > 0).any()) for each in paid):
             warnings.warn(
                 "filter has paid for another run, and examples without budget take no part: make "
                 "a new filter for this run, or count the filter's promise once for both runs "
                 "together",
                 stacklevel=3,
             )
-        elif loaded and any(bool((had > has).any()) for had, has in zip(paid, loaded)):
-            warnings.warn(
-                "filter had paid more than the checkpoint knows of, which it now forgets: unless "
-                "that was for later steps of this run, which are taken again, the filter's promise "
-                "does not hold for both runs together",
-                stacklevel=3,
-            )
+        elif goes_on and not same:
+            if any(bool((had > has).any()) for had, has in zip(paid, self.paid())):
+                warnings.warn(
+                    "filter had paid more than the checkpoint knows of, which it now forgets: "
+                    "unless that was for later steps of this run, which are taken again, the "
+                    "filter's promise does not hold for both runs together",
+                    stacklevel=3,
+                )
 
     def with_trackers(self, stateful):
         """What is saved with the run, its trackers among it."""
@@ -446,12 +451,10 @@ class TrainingLoop:
             yield
 
     @contextlib.contextmanager
-    def stepping_alone(self):
+    def only_own_steps(self):
         """The run's optimizer takes the run's own steps only: a gradient from elsewhere has no
-        noise. A step of another optimizer with the run's parameters, which may be on public data,
-        is said.
+        noise.
         """
-        own = {id(p) for p in self.parameters.values()}
 
         def check(optimizer, args, kwargs):
             if not self.stepping:
@@ -459,6 +462,19 @@ class TrainingLoop:
                     "optimizer must be stepped by train alone while it runs, but a callback steps "
                     "it, too"
                 )
+
+        hook = self.run.optimizer.register_step_pre_hook(check)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @contextlib.contextmanager
+    def watching_others(self):
+        """A step of another optimizer with the run's parameters, which may be on public data, is
+        warned of.
+        """
+        own = {id(p) for p in self.parameters.values()}
 
         def look_beside(other, *_):
             if self.stepping or other is self.run.optimizer:
@@ -472,15 +488,11 @@ class TrainingLoop:
                     stacklevel=3,
                 )
 
-        hooks = [
-            self.run.optimizer.register_step_pre_hook(check),
-            register_optimizer_step_pre_hook(look_beside),
-        ]
+        hook = register_optimizer_step_pre_hook(look_beside)
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            hook.remove()
 
     def step(self):
         run, plan = self.run, self.plan
@@ -527,6 +539,7 @@ class TrainingLoop:
             summed, lambda total: plan.noisy(total, self.generators["noise"])
         )
         self.give_gradients(released / cast(float, plan.expected_batch_size))
+        self.check_held()
         # counted before it is taken, lest it be taken and not counted
         at, run.step = run.step, run.step + 1
         run.history.guarantee = self.stated.statement(steps=run.step)
@@ -577,8 +590,8 @@ class TrainingLoop:
         for t in traces.untrained(self.run.model).values():
             t.grad = None  # one left from elsewhere has no noise, and the optimizer would follow it
 
-    def take_step(self):
-        """Move by the gradients that `step` has left."""
+    def check_held(self):
+        """Refuse an optimizer that was given parameters from elsewhere since the run began."""
         own = {id(p) for p in self.run.model.parameters()}
         if any(
             id(p) not in own for group in self.run.optimizer.param_groups for p in group["params"]
@@ -588,6 +601,9 @@ class TrainingLoop:
                 "since the run began: their gradients have neither been clipped nor been given "
                 "noise"
             )
+
+    def take_step(self):
+        """Move by the gradients that `step` has left."""
         self.stepping = True
         self.run.optimizer.step()
         self.stepping = False
@@ -766,12 +782,9 @@ class TrainingLoop:
         run.history.batch_sizes = run.history.batch_sizes.to(self.device)
         self.dropped.fill_(run.history.dropped)
 
-    def load(self, path):
-        content = read_checkpoint(path, (*TAKEN_OVER, "model", "optimizer"))
+    def check_same_run(self, content, path, name="checkpoint"):
+        """Refuse the content of a checkpoint of another run."""
         theirs, ours = content["identity"], self.identity()
-        if theirs.get("optimizer") == self.begun_with[:-1]:
-            # written before checkpoints held more of the optimizer than type and learning rates
-            theirs = theirs | {"optimizer": self.begun_with}
         if theirs != ours:
             differ = [
                 f"{key} {theirs.get(key)} there, {ours.get(key)} here"
@@ -779,7 +792,7 @@ class TrainingLoop:
                 if theirs.get(key) != ours.get(key)
             ]
             raise ValueError(
-                "checkpoint must come from a run of the same plan, seed, data, architecture and "
+                f"{name} must come from a run of the same plan, seed, data, architecture and "
                 f"optimizer, but {os.fspath(path)!r} differs: {'; '.join(differ)}"
             )
         if set(content["stateful"]) != set(self.stateful):
@@ -793,6 +806,10 @@ class TrainingLoop:
             raise ValueError(
                 f"stateful must name {sorted(theirs)} as the checkpoint does, got {sorted(ours)}"
             )
+
+    def load(self, path):
+        content = read_checkpoint(path, (*TAKEN_OVER, "model", "optimizer"))
+        self.check_same_run(content, path)
         run = self.run
         ended = _has_ended(content, run.plan)
         if self.seed is None and not ended and self.ranks.first:  # a finished run draws no more

@@ -503,6 +503,13 @@ def test_an_audit_with_adaptive_canaries_stays_below_the_promise_and_catches_an_
     assert audited(inside, outside) > promise
 
 
+def test_whatever_an_example_is_called_the_statement_tells_of_the_mechanism():
+    engine, *_ = private(exact(), unit="case, delta wave")
+    said = engine.statement()
+    assert f"Poisson sampling at rate {1 / BATCHES:g}" in said and f"noise {NOISE:g} times" in said
+    assert "each case, delta wave is charged" in said and "accountant" not in said
+
+
 def test_a_filter_that_has_paid_is_warned_of():
     filter = exact()
     private(filter)

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from dpcompanion.accounting import Ledger
+from dpcompanion.filters import ExactFilter
 from dpcompanion.gradients.proof import rows_to_look_through
 from dpcompanion.huggingface import PersonalPrivacy, PersonalTrainer
 from dpcompanion.training import DPSGDPlan, Track
@@ -504,6 +505,32 @@ def test_a_filter_keeps_budgets_and_an_exact_account_goes_below_the_uniform_one(
         <= 1.5
         < Ledger().add(trainer).epsilon(delta)
     )
+
+
+def test_a_filter_that_has_paid_for_another_run_and_an_optimizer_beside_are_warned_of(tmp_path):
+    filters = []
+
+    def shared(plan, budgets):
+        filters.append(filters[0] if filters else ExactFilter.for_plan(plan, budgets, block=1))
+        return filters[0]
+
+    class Beside(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **_):
+            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0).step()
+
+    privacy = {"budgets": 1.5, "filter": shared, "noise_multiplier": 1.0, "accountant": "pld"}
+    first = trainer_of(
+        tmp_path / "a", lora=True, privacy=privacy, max_steps=4, given={"callbacks": [Beside()]}
+    )
+    with pytest.warns(RuntimeWarning, match="trained by a SGD beside") as seen:
+        first.train()
+    assert not any("filter has paid" in str(each.message) for each in seen)
+    with warnings.catch_warnings():  # what watched other optimizers is gone with the training
+        warnings.simplefilter("error")
+        torch.optim.SGD([p for p in first.model.parameters() if p.requires_grad], lr=0.0).step()
+    assert float(filters[0].spent.max()) > 0
+    with pytest.warns(UserWarning, match="filter has paid for another run"):
+        trainer_of(tmp_path / "b", lora=True, privacy=privacy, max_steps=4).train()
 
 
 @pytest.mark.skipif(
