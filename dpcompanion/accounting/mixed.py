@@ -14,7 +14,8 @@ than the sampled Gaussian:
   the loss is :math:`\pm\varepsilon` with probabilities in the ratio :math:`e^\varepsilon : 1`, and
   infinite with probability delta.
 
-These four are the same in both directions.
+These four are the same in both directions, `ReplacementLoss` where both norms are; else the other
+direction exchanges them.
 """
 
 import math

@@ -82,7 +82,7 @@ LARGEST_GRID = 1 << 21
 # of a grid that widens the sums themselves; a run that wants more gets none
 MOST_POINTS = 2 * LARGEST_GRID
 TRANSFORM_ERROR = 4e-15  # what rounding in a transform may move of the tilted mass, for each step
-ROUNDING = 1 + 1e-11  # for rounding errors of the Gaussian mechanism's delta
+ROUNDING = 1 + 1e-11  # for rounding errors of a delta
 # a grid that may add more than this share of an epsilon is tried against bounds that need none
 _COARSE = 1e-3
 # how far the logarithm of a tilt may rise through a cell of an interval that was given
@@ -426,7 +426,7 @@ def _delta_on_grids(sample_rate, noise_multiplier, steps, epsilon):
             worst,
             min(compose_near(*run, "add", epsilon).delta(epsilon), -math.expm1(epsilon - largest)),
         )
-    return worst, _is_fine(loss, epsilon)
+    return min(1.0, ROUNDING * worst), _is_fine(loss, epsilon)
 
 
 def _is_fine(loss, epsilon):

@@ -7,9 +7,10 @@ negative rate that *any* test can have,
 
 .. math:: f(x) = \min \{ 1 - P(S) : Q(S) \le x \},
 
-for every pair of neighbours (P, Q) at once. It says all that epsilon and delta can say: (epsilon,
-delta)-DP bounds f by two lines, and f is the upper envelope of the lines of all epsilons (Dong et
-al. 2022, proposition 6; Wasserman and Zhou 2010),
+for a pair of neighbours (P, Q). The curve here is the largest convex one below those of adding and
+of removing an example. It says all that epsilon and delta can say: (epsilon, delta)-DP bounds f by
+two lines, and the curve is the upper envelope of the lines of all epsilons (Wasserman and Zhou
+2010; Dong et al. 2022),
 
 .. math::
     f(x) = \sup_{\varepsilon \ge 0} \max\{0,\; 1 - \delta(\varepsilon) - e^{\varepsilon} x,\;
@@ -20,9 +21,11 @@ few deltas down to the least rate that is asked for, and :math:`\delta(\varepsil
 sixteen thousand epsilons, the worse of both directions. Each of these deltas is an upper bound, so
 each line lies below f, and so does their envelope: the attacker is never under-rated, however
 coarse the grids. The curve is convex, falls, and is its own inverse, since adding and removing
-count alike.
+count alike. Where the curves of adding and of removing cross, a segment joins them, which an attack
+on either need not attain: of a single step with little noise the true positive rate on the curve
+may be a sixth too large there.
 
-What the grids give away: the attacker's best true positive rate comes out too large by less than
+What the grids give away: the true positive rate on the curve comes out too large by less than
 `TOLERANCE` of it, at false-positive rates from 1e-15 on, of composed runs (noise multipliers from
 0.01 on). Elsewhere it is a bound, and how tight is not promised. The tests measure it against the
 Gaussian curve, a single sampled step in closed form, and optimistic distributions of dp-accounting.
@@ -74,7 +77,7 @@ def trade_off(
 def trade_off(
     *, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, false_positive_rate: Numbers
 ) -> float | torch.Tensor:
-    r"""The least false negative rate of any attack with these false positive rates, a lower bound.
+    r"""A lower bound on the false negative rate of any attack with these false positive rates.
 
     Neighbouring relation: add or remove one example. Sampler: Poisson. Accountant: loss
     distributions.
@@ -93,7 +96,7 @@ def trade_off(
     Raises:
         ValueError: an argument outside its range, or shapes that do not broadcast.
 
-    Source: Dong et al. 2022, definition 2.1 and proposition 6.
+    Source: Dong et al. 2022, definition 2.1 and its dual, epsilons and deltas.
 
     >>> trade_off(
     ...     sample_rate=1.0, noise_multiplier=1.0, steps=1, false_positive_rate=[0.0, 0.05, 1.0]
@@ -118,8 +121,8 @@ def best_true_positive_rate(
 def best_true_positive_rate(
     *, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, false_positive_rate: Numbers
 ) -> float | torch.Tensor:
-    r"""The largest true positive rate of any attack with these false positive rates, an upper
-    bound: 1 - `trade_off`, but with all its digits where it is small.
+    r"""An upper bound on the true positive rate of any attack with these false positive rates: 1 -
+    `trade_off`, but with all its digits where it is small.
 
     Neighbouring relation: add or remove one example. Sampler: Poisson. Accountant: loss
     distributions.

@@ -20,7 +20,7 @@ snapped sum by at most
   numbers that are added up, in blocks of 256 squares in float32 and float64 above that. A sum of
   :math:`k` products is off by a relative :math:`\gamma_k = k u / (1 - k u)` at most, in any order
   (Higham 2002, section 3.1), so a norm by :math:`260 u / 2` with :math:`u = 2^{-24}`; a linear
-  layer's is a product of two, and :math:`260 u < \eta / 2`. Gradients in bfloat16 are measured in
+  layer's is a product of two, and :math:`260 u < \eta`. Gradients in bfloat16 are measured in
   float32. Factors are made in float64, and a hair smaller than need be.
 * :math:`\gamma_{n+2}`, with :math:`u = 2^{-53}`: the sum is made in float64. A coordinate :math:`k`
   of it is off by :math:`\gamma_{n + 2} \sum_i |f_i h_{ik}|` at most, in whatever order and pieces

@@ -84,11 +84,10 @@ def holder_order(
 
 
 def smallest_exponent(steps: int) -> float:
-    r"""Fact 3.4: the smallest p for which no order exceeds twice the first,
-    :math:`1/(1 - 2^{-1/n})`, rounded up.
+    r"""Fact 3.4: the smallest p with :math:`(p/(p-1))^n \le 2`, which is
+    :math:`1/(1 - 2^{-1/n})`, rounded up: no order then exceeds twice the first.
 
-    :math:`g^i(\alpha) - 1 = (p/(p-1))^i (\alpha - 1)`, so that it suffices that
-    :math:`(p/(p-1))^n \le 2`. That is about :math:`1.44\,n + \frac12`; the paper's 3n does it for
+    For :math:`g^i(\alpha) - 1 = (p/(p-1))^i (\alpha - 1)`. It is about :math:`1.44\,n + \frac12`; the paper's 3n does it for
     every n.
 
     >>> smallest_exponent(1), round(smallest_exponent(1000), 2)

@@ -112,6 +112,20 @@ def test_the_other_direction_of_a_rare_point_under_little_noise_does_not_cancel(
     assert step(q, s, 1.0, order, direction="add") == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("q, s", [(0.001, 0.1), (0.5, 0.11), (0.01, 0.2), (0.5, 0.25)])
+def test_close_to_order_1_the_other_direction_is_the_mean_loss(q, s):
+    with mp.workdps(30):
+        rate, noise = mp.mpf(q), mp.mpf(s)
+
+        def loss(t):
+            return -mp.log(1 - rate + rate * mp.exp(t / noise - 1 / (2 * noise**2))) * mp.npdf(t)
+
+        expected = float(mp.quad(loss, [-12, *(k / 2 for k in range(-20, 26)), 40]))
+    for exponent in (8, 10, 12, 13):
+        found = step(q, s, 1.0, 1 + 10.0**-exponent, direction="add")
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
 @given(rate=st.floats(-6, 0), noise=st.floats(-1, 2), order=st.floats(1.01, 64))
 @settings(max_examples=25, deadline=None)
 def test_the_other_direction_is_never_larger_and_never_negative(rate, noise, order):
