@@ -6,7 +6,8 @@
 * `stacking`: networks of one architecture as one;  `batches`: several tensors as one input;
 * `microbatches`: how many examples go through a network at once;
 * `proof`: whether a method is right for a model;  `states`: in which of its states that was shown;
-* `checks`: whether data, model, loss and optimizer can work together;
+* `checks`: whether data, model, loss and optimizer can work together;  `items`: whether each item
+  of a data set is one example's own;
 * `batch_dependence`: how much an example's gradient changes with the others of its batch.
 
 What users take from here `dpcompanion.training` hands on.
