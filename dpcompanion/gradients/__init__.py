@@ -1,7 +1,7 @@
 """Gradients example by example: their norms, and sums in which each is clipped.
 
 * `clipping`: sums of clipped gradients, and norms alone;  `sums`: one pass's;
-* `passes`: norms of all examples;
+* `passes`: norms of all examples;  `losses`: `cross_entropy`, of each example by itself;
 * `recording`, `layers`, `matrices`, `reparametrized`, `tensors`: how, layer by layer;
 * `stacking`: networks of one architecture as one;  `batches`: several tensors as one input;
 * `microbatches`: how many examples go through a network at once;
@@ -14,6 +14,6 @@ What users take from here `dpcompanion.training` hands on.
 """
 
 from dpcompanion.gradients.clipping import clipped_sum, gradient_norms
-from dpcompanion.gradients.independence import cross_entropy
+from dpcompanion.gradients.losses import cross_entropy
 
 __all__ = ["clipped_sum", "cross_entropy", "gradient_norms"]

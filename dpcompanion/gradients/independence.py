@@ -13,10 +13,10 @@ the rest of the batch: ...
 """
 
 import torch
-import torch.nn.functional as F
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dpcompanion.gradients.losses import cross_entropy
 from dpcompanion.gradients.tensors import tolerances
 from dpcompanion.gradients.traces import (
     beginning_alike,
@@ -40,25 +40,6 @@ DRAWS, DRAWS_LATER, _FEW = 32, 8, 8
 # How often a loss is asked for the same, and by how much it may then differ: sums on a GPU may be
 # added up in another order.
 _ASKED, _REPEATED = 8, 1e-6
-
-
-def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of each example, (n,): outputs (n, classes), targets (n,) or (n, classes).
-
-    Raises:
-        ValueError: for tokens, outputs (n, length, classes) and targets (n, length), whose loss is
-            to be said: such as the mean of each example's.
-
-    >>> cross_entropy(torch.zeros(2, 3), torch.tensor([0, 2]))
-    tensor([1.0986, 1.0986])
-    """
-    if outputs.ndim == 3 and targets.shape == outputs.shape[:2] != outputs.shape[::2]:
-        raise ValueError(
-            f"outputs must have shape (n, classes), got those of tokens, {tuple(outputs.shape)}: "
-            "give a loss that is one number an example, such as the mean over their tokens, lambda "
-            "outputs, targets: F.cross_entropy(outputs.mT, targets, reduction='none').mean(1)"
-        )
-    return F.cross_entropy(outputs, targets, reduction="none")
 
 
 def check_independence(model, loss, x, y):

@@ -37,7 +37,7 @@ A plan, a training, and what it cost each example:
 """
 
 from dpcompanion.gradients.clipping import clipped_sum, gradient_norms
-from dpcompanion.gradients.independence import cross_entropy
+from dpcompanion.gradients.losses import cross_entropy
 from dpcompanion.mechanism.noise import gaussian_noise, generators
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.mechanism.sampling import PoissonSampler
