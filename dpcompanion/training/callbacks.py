@@ -31,6 +31,7 @@ from dpcompanion._rounding import with_places
 from dpcompanion.accounting import Ledger, LedgerEntry, SampledGaussian
 from dpcompanion.accounting.items import entry_of
 from dpcompanion.mechanism.plan import DPSGDPlan
+from dpcompanion.seeds import SEEDED
 from dpcompanion.training.checkpoints import Checkpoint
 
 
@@ -201,7 +202,7 @@ class History:
                 f"{promised}."
             )
         if self.seed is not None:
-            said.append("The noise came from a seed: anyone who knows it can subtract the noise.")
+            said.append(SEEDED)
         return " ".join(said)
 
     def to_json(
