@@ -33,8 +33,8 @@ def exactly(value: float) -> str:
     return repr(value if isinstance(value, int) else float(value)).removesuffix(".0")
 
 
-def with_places(value: float, toward: Callable[[float], int], places: int = 3) -> str:
-    """`value` with so many decimal places, rounded by math.ceil or math.floor.
+def with_places(value: float, toward: Callable[[float], int]) -> str:
+    """`value` with three decimal places, rounded by math.ceil or math.floor.
 
     >>> (
     ...     with_places(0.9170001, math.ceil),
@@ -45,10 +45,11 @@ def with_places(value: float, toward: Callable[[float], int], places: int = 3) -
     """
     if not math.isfinite(value):
         return "infinite"
-    unit = decimal.Decimal(1).scaleb(-places)
     context = decimal.Context(prec=400)  # enough for the largest float
     exact = decimal.Decimal(repr(float(value)))
-    return str(exact.quantize(unit, rounding=_ROUNDING[toward], context=context))
+    return str(
+        exact.quantize(decimal.Decimal("0.001"), rounding=_ROUNDING[toward], context=context)
+    )
 
 
 def epsilons_in_words(epsilons: Any) -> str:
