@@ -7,7 +7,8 @@
 * `microbatches`: how many examples go through a network at once;
 * `proof`: whether a method is right for a model;  `states`: in which of its states that was shown;
 * `checks`: whether data, model, loss and optimizer can work together;  `items`: whether each item
-  of a data set is one example's own;
+  of a data set is one example's own;  `independence`: whether each example's loss is;
+* `traces`: what a pass leaves in a model;
 * `batch_dependence`: how much an example's gradient changes with the others of its batch.
 
 What users take from here `dpcompanion.training` hands on.
