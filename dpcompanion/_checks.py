@@ -19,7 +19,7 @@ import difflib
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, SupportsFloat, TypeVar
 
 import numpy as np
@@ -101,6 +101,38 @@ def tensor(name: str, value: Any, dtype: torch.dtype | None = None) -> torch.Ten
     except (OverflowError, RuntimeError, TypeError, ValueError):
         raise ValueError(f"{name} must be an array of numbers, got {value!r:.80}") from None
     return real(name, found)
+
+
+def device_of(*values: Any) -> torch.device | None:
+    """The device of the first tensor among the values; None without one."""
+    return next((value.device for value in values if isinstance(value, torch.Tensor)), None)
+
+
+def broadcast(*tensors: torch.Tensor, names: Iterable[str] = ()) -> tuple[torch.Tensor, ...]:
+    """The tensors in their common shape; with `names` a message says whose the shapes are.
+
+    >>> [each.tolist() for each in broadcast(torch.zeros(2), torch.ones(()))]
+    [[0.0, 0.0], [1.0, 1.0]]
+    """
+    try:
+        return tuple(torch.broadcast_tensors(*tensors))
+    except RuntimeError:
+        shapes = [str(tuple(each.shape)) for each in tensors]
+        said = ", ".join(map(" ".join, zip(names, shapes))) or " and ".join(shapes)
+        raise ValueError(f"arguments must have shapes that broadcast, got {said}") from None
+
+
+def columns(
+    values: Mapping[str, Any], device: torch.device | str | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Named arguments, at least one number in each, as float64 tensors of their common shape."""
+    found = []
+    for name, value in values.items():
+        value = in_interval(name, unlabelled(value))
+        found.append(torch.as_tensor(value, dtype=torch.float64, device=device))
+        if not found[-1].numel():
+            raise ValueError(f"{name} must hold one number at least, got {value!r}")
+    return broadcast(*found, names=values)
 
 
 def in_interval(

@@ -51,6 +51,16 @@ class Noted:
         return self._wrong is not None and bool(self._wrong)
 
 
+def forked_rng(device):
+    """A context after which PyTorch's generators, of the host and of a device, are as they were.
+
+    >>> with forked_rng(torch.device("cpu")):
+    ...     torch.rand(1).shape
+    torch.Size([1])
+    """
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
 def autocasts(device):
     """Whether `torch.autocast` is on for a device."""
     kind = torch.device(device).type

@@ -6,6 +6,7 @@ In decimals, since a product of floats may itself be rounded to the wrong side.
 import decimal
 import math
 from collections.abc import Callable
+from typing import Any
 
 _ROUNDING = {math.ceil: decimal.ROUND_CEILING, math.floor: decimal.ROUND_FLOOR}
 
@@ -32,8 +33,8 @@ def exactly(value: float) -> str:
     return repr(value if isinstance(value, int) else float(value)).removesuffix(".0")
 
 
-def with_places(value: float, toward: Callable[[float], int], places: int = 3) -> str:
-    """`value` with so many decimal places, rounded by math.ceil or math.floor.
+def with_places(value: float, toward: Callable[[float], int]) -> str:
+    """`value` with three decimal places, rounded by math.ceil or math.floor.
 
     >>> (
     ...     with_places(0.9170001, math.ceil),
@@ -44,7 +45,21 @@ def with_places(value: float, toward: Callable[[float], int], places: int = 3) -
     """
     if not math.isfinite(value):
         return "infinite"
-    unit = decimal.Decimal(1).scaleb(-places)
     context = decimal.Context(prec=400)  # enough for the largest float
     exact = decimal.Decimal(repr(float(value)))
-    return str(exact.quantize(unit, rounding=_ROUNDING[toward], context=context))
+    return str(
+        exact.quantize(decimal.Decimal("0.001"), rounding=_ROUNDING[toward], context=context)
+    )
+
+
+def epsilons_in_words(epsilons: Any) -> str:
+    """Epsilons in words, rounded up to three decimals: one, or from the least to the largest.
+
+    >>> epsilons_in_words(0.9170001), epsilons_in_words([1.0, 2.5])
+    ('0.918', '1.000 to 2.500')
+    """
+    import torch  # here, since the command line rounds without it
+
+    epsilons = torch.as_tensor(epsilons, dtype=torch.float64)
+    low, high = (with_places(float(x), math.ceil) for x in (epsilons.min(), epsilons.max()))
+    return high if low == high else f"{low} to {high}"

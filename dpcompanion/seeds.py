@@ -26,6 +26,9 @@ from dpcompanion import _checks
 #: records tell theirs: 1 was PyTorch's generator, which took 32 bits of a seed, 2 are these keys.
 DRAWS = 2
 
+#: What a statement says of a run whose noise came from a seed.
+SEEDED = "The noise came from a seed: anyone who knows it can subtract the noise."
+
 # What PyTorch keeps of a Mersenne Twister: seed, how many words are left (int32), whether it is
 # seeded (int32), the next word, 624 words of 64 bits each, and what is left over of normals.
 _WORDS, _STATE_BYTES = 624, 5056

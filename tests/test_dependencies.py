@@ -5,6 +5,7 @@ from outside.
 import ast
 import functools
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -48,6 +49,8 @@ UPWARDS = {
     ("dpcompanion.idp.__init__", "dpcompanion.engine.IndividualizedPrivacyEngine"),
 }
 CORE = {"torch", "numpy", "scipy", "cryptography", "dpcompanion"}
+# Packages whose text lists their modules; that of others lists functions and classes.
+LISTED = ("", "gradients", "mechanism", "per_instance", "reproduction", "training")
 BEYOND_THE_CORE = {"engine": {"opacus"}, "huggingface": {"transformers"}, "estimator": {"sklearn"}}
 
 
@@ -115,6 +118,14 @@ def parts(folder):
 def test_every_part_has_its_layer():
     assert parts(ROOT) == set.union(*LIBRARY)
     assert parts(ROOT / "reproduction") == set.union(*REPRODUCTION)
+
+
+@pytest.mark.parametrize("package", LISTED)
+def test_the_text_of_a_package_names_each_of_its_public_modules(package):
+    folder = ROOT / package
+    text = ast.get_docstring(trees()[("dpcompanion", *filter(None, [package]), "__init__")])
+    for name in parts(folder):
+        assert private(name) or name == "__main__" or re.search(rf"[`.]{name}`", text), name
 
 
 def test_dependencies_run_downwards_only():

@@ -43,6 +43,7 @@ __all__ = [
     "Laplace",
     "Ledger",
     "LedgerEntry",
+    "PersonalCosts",
     "SampledGaussian",
     "best_true_positive_rate",
     "compute_delta",

@@ -51,6 +51,8 @@ from dpcompanion.accounting.pld import LOG_CAPPED, ROUNDING, TRANSFORM_ERROR, WI
 TOLERANCE = 1e-3
 
 BLOCK = 1 << 27  # counts, of some histories at all levels, that are worked on at a time
+# what costs so much less than the most expensive kind counts as so much: one grid holds all losses
+SPREAD = 1e12
 _BUCKET = 1.5  # histories whose epsilons lie within this factor share a grid
 _TILTS = 8  # in each octave, among which a history's best one is sought
 _OFFSETS = 4  # of tilts, in each octave, by which windows are bounded
@@ -116,8 +118,7 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta, steps
     epsilon = torch.zeros(len(counts), dtype=torch.float64)
     if not longest:
         return epsilon
-    # one grid holds all losses: what costs a trillionth of the most expensive level counts as that
-    levels = [min(level, 1e12 * min(levels)) for level in levels]
+    levels = [min(level, SPREAD * min(levels)) for level in levels]
     log_capped = LOG_CAPPED + math.log(delta) - math.log(steps or longest)
     own = {1 / level: level for level in levels}
     between = Levels.between(

@@ -72,6 +72,7 @@ from dpcompanion._rounding import exactly, rounded
 from dpcompanion.accounting import inclusion_bound, mixed
 from dpcompanion.accounting.composed import ComposedLoss
 from dpcompanion.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
+from dpcompanion.accounting.histories import SPREAD
 from dpcompanion.accounting.items import (
     RELATIONS_IN_WORDS,
     Gaussian,
@@ -87,7 +88,7 @@ from dpcompanion.accounting.items import (
     said,
 )
 from dpcompanion.accounting.loss import DIRECTIONS, LEAST_RATE, StepLoss
-from dpcompanion.accounting.people import SPREAD, Cost, epsilons_of, replacement_costs
+from dpcompanion.accounting.people import Cost, epsilons_of, replacement_costs
 from dpcompanion.accounting.pld import LOG_CAPPED, ROUNDING, NoGrid
 from dpcompanion.accounting.runs import compute_epsilon
 from dpcompanion.accounting.search import bisect

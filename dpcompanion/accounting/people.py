@@ -31,6 +31,7 @@ from dpcompanion.accounting.histories import (
     BLOCK,
     MIXTURE_NODES,
     MOST_LEVELS,
+    SPREAD,
     distinct_rows,
     epsilons_in_one_direction,
     total_steps,
@@ -49,8 +50,6 @@ from dpcompanion.accounting.loss import DIRECTIONS, LARGEST_NOISE, LEAST_RATE, S
 from dpcompanion.accounting.pld import LOG_CAPPED
 
 _FEW = 12  # different people whose epsilons are computed one by one
-# what costs so much less than the most expensive kind counts as so much: one grid holds all losses
-SPREAD = 1e12
 
 
 class Cost(NamedTuple):

@@ -127,13 +127,10 @@ def rdp_sampled_gaussian(
 def as_float64_tensors(*values: Numbers) -> tuple[torch.Tensor, ...]:
     """The values as float64 tensors of a common shape, on the device of those that are tensors."""
     values = tuple(map(_checks.unlabelled, values))
-    device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
-    found = [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values]
-    try:
-        return torch.broadcast_tensors(*found)
-    except RuntimeError:
-        shapes = " and ".join(str(tuple(each.shape)) for each in found)
-        raise ValueError(f"arguments must have shapes that broadcast, got {shapes}") from None
+    device = _checks.device_of(*values)
+    return _checks.broadcast(
+        *(torch.as_tensor(v, dtype=torch.float64, device=device) for v in values)
+    )
 
 
 def _log_excess_by_sum(q, sigma, orders):

@@ -210,23 +210,10 @@ def _each(function, accountant, **values):
     """A float where all values are numbers; else a tensor of the common shape, once for each
     distinct row of them.
     """
-    values = {name: _checks.unlabelled(value) for name, value in values.items()}
     if all(np.ndim(value) == 0 for value in values.values()):
         return function(accountant, **values)
-    device = next(
-        (value.device for value in values.values() if isinstance(value, torch.Tensor)), None
-    )
-    for name, value in values.items():
-        if 0 in np.shape(_checks.in_interval(name, value)):
-            raise ValueError(f"{name} must hold one number at least, got {value!r}")
-    tensors = [
-        torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values()
-    ]
-    try:
-        columns = torch.broadcast_tensors(*tensors)
-    except RuntimeError:
-        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip(values, tensors))
-        raise ValueError(f"arguments must have shapes that broadcast, got {shapes}") from None
+    device = _checks.device_of(*values.values())
+    columns = _checks.columns(values, device)
     rows, which = torch.unique(
         torch.stack(columns, dim=-1).reshape(-1, len(values)), dim=0, return_inverse=True
     )

@@ -160,23 +160,8 @@ def _each(reading, sample_rate, noise_multiplier, steps, false_positive_rate):
         "steps": steps,
         "false_positive_rate": false_positive_rate,
     }
-    values = {name: _checks.unlabelled(value) for name, value in values.items()}
     _checks.in_interval("false_positive_rate", false_positive_rate, 0, 1)
-    device = next(
-        (value.device for value in values.values() if isinstance(value, torch.Tensor)), None
-    )
-    columns = []
-    for name, value in values.items():
-        columns.append(
-            torch.as_tensor(_checks.in_interval(name, value), dtype=torch.float64, device="cpu")
-        )
-        if not columns[-1].numel():
-            raise ValueError(f"{name} must hold one number at least, got {value!r}")
-    try:
-        columns = torch.broadcast_tensors(*columns)
-    except RuntimeError:
-        shapes = ", ".join(f"{name} {tuple(column.shape)}" for name, column in zip(values, columns))
-        raise ValueError(f"arguments must have shapes that broadcast, got {shapes}") from None
+    columns = _checks.columns(values, "cpu")
     table = torch.stack(columns, dim=-1).reshape(-1, 4)
     runs, which = torch.unique(table[:, :3], dim=0, return_inverse=True)
     checked = [checked_run(*run) for run in runs.tolist()]
@@ -186,6 +171,7 @@ def _each(reading, sample_rate, noise_multiplier, steps, false_positive_rate):
         inner = torch.cat((rates, 1 - rates))
         curve = curve_of(*run, float(inner[inner > 0].min()))
         found[which == index] = getattr(curve, reading)(rates)
+    device = _checks.device_of(*values.values())
     return float(found) if not columns[0].ndim else found.reshape(columns[0].shape).to(device)
 
 

@@ -11,6 +11,7 @@ from opacus.accountants.accountant import IAccountant
 from dpcompanion import _checks
 from dpcompanion.engine.randomness import restore
 from dpcompanion.mechanism.secure import SecureStream
+from dpcompanion.seeds import SEEDED
 
 
 class Accountant(IAccountant):
@@ -78,7 +79,7 @@ class Accountant(IAccountant):
         else:
             said.append(budgets.promise(self.steps))
         if self.origin is not None:
-            said.append("The noise came from a seed: anyone who knows it can subtract the noise.")
+            said.append(SEEDED)
         if self.draws_are_seeded:
             said.append(
                 "The random batches came from the generator of the loader: for anyone who knows "

@@ -23,7 +23,8 @@ from dpcompanion._devices import on_accelerator
 from dpcompanion.engine.layers import check_layers
 from dpcompanion.engine.replacements import check_replaced
 from dpcompanion.engine.shards import check_sharded, is_sharded, plain_types, shards_of
-from dpcompanion.gradients.checks import check_alone, check_batched, check_forgets_items, same_items
+from dpcompanion.gradients.checks import check_alone
+from dpcompanion.gradients.items import check_batched, check_forgets_items, same_items
 from dpcompanion.gradients.traces import check_untouched, equal, noted
 
 

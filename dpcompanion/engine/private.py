@@ -23,7 +23,7 @@ from dpcompanion.engine.randomness import digest, find_keys, keep_keys, note_ori
 from dpcompanion.engine.ranks import check_resumed, on_all_ranks, share_draws
 from dpcompanion.engine.shards import check_measured, is_sharded
 from dpcompanion.filters import ExactFilter, RenyiFilter
-from dpcompanion.gradients.checks import check_distinct
+from dpcompanion.gradients.items import check_distinct
 from dpcompanion.idp.groups import budgets_for
 from dpcompanion.idp.parameters import (
     Budgets,

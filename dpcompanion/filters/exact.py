@@ -38,6 +38,9 @@ from dpcompanion.filters.game import check_costs, check_levels
 if TYPE_CHECKING:
     from dpcompanion.mechanism.plan import DPSGDPlan
 
+#: Shares of the clip norm that `ExactFilter.for_plan` charges at by default.
+LEVELS = (0.25, 0.5, 0.75, 1.0)
+
 
 class ExactFilter(PrivacyFilter):
     """Budgets of n examples at K levels; see the module's text.
@@ -192,7 +195,7 @@ class ExactFilter(PrivacyFilter):
         plan: "DPSGDPlan",
         target_epsilons: Array | float | Mapping[float, float],
         *,
-        levels: Sequence[float] = (0.25, 0.5, 0.75, 1.0),
+        levels: Sequence[float] = LEVELS,
         block: int | None = None,
         costs: Sequence[int] | None = None,
         device: Device = None,

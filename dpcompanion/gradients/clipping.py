@@ -49,6 +49,7 @@ import weakref
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._devices import forked_rng
 from dpcompanion._types import Loss
 from dpcompanion.gradients import checks, independence, proof, states, traces
 from dpcompanion.gradients.microbatches import default_microbatch_size
@@ -369,7 +370,7 @@ def _proved(model, loss, x, y, method, precision, float64, inside):
 def _try_func(model, loss, x, y, inside):
     independence.check_stateless(model, loss, x, y)
     try:
-        with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
+        with forked_rng(x.device):
             per_example_gradients(model, loss, x[:2].clone(), y[:2].clone())
     except torch.OutOfMemoryError:
         raise

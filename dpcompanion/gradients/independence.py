@@ -13,10 +13,11 @@ the rest of the batch: ...
 """
 
 import torch
-import torch.nn.functional as F
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dpcompanion._devices import forked_rng
+from dpcompanion.gradients.losses import cross_entropy
 from dpcompanion.gradients.tensors import tolerances
 from dpcompanion.gradients.traces import (
     beginning_alike,
@@ -24,6 +25,7 @@ from dpcompanion.gradients.traces import (
     drawing_alike,
     evaluating,
     next_draws,
+    quiet,
 )
 
 _HINT = "do the shapes of outputs and targets broadcast, such as (n, 1) and (n,)?"
@@ -42,25 +44,6 @@ DRAWS, DRAWS_LATER, _FEW = 32, 8, 8
 _ASKED, _REPEATED = 8, 1e-6
 
 
-def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of each example, (n,): outputs (n, classes), targets (n,) or (n, classes).
-
-    Raises:
-        ValueError: for tokens, outputs (n, length, classes) and targets (n, length), whose loss is
-            to be said: such as the mean of each example's.
-
-    >>> cross_entropy(torch.zeros(2, 3), torch.tensor([0, 2]))
-    tensor([1.0986, 1.0986])
-    """
-    if outputs.ndim == 3 and targets.shape == outputs.shape[:2] != outputs.shape[::2]:
-        raise ValueError(
-            f"outputs must have shape (n, classes), got those of tokens, {tuple(outputs.shape)}: "
-            "give a loss that is one number an example, such as the mean over their tokens, lambda "
-            "outputs, targets: F.cross_entropy(outputs.mT, targets, reduction='none').mean(1)"
-        )
-    return F.cross_entropy(outputs, targets, reduction="none")
-
-
 def check_independence(model, loss, x, y):
     """Refuse a model in which an example's loss changes with its company, in its layers' modes.
 
@@ -70,24 +53,14 @@ def check_independence(model, loss, x, y):
     Raises:
         ValueError: with the losses together and alone.
     """
-    dropout = [
-        module for module in model.modules() if isinstance(module, _DropoutNd) and module.training
-    ]
-    devices = [x.device] if x.device.type == "cuda" else []
 
     def losses(x, y):
         with buffers_kept(model):
             return loss(model(x), y)
 
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
-        try:
-            for module in dropout:
-                module.eval()
-            together, again = losses(x, y), losses(x, y)
-            alone = [losses(x[i : i + 1], y[i : i + 1]).sum() for i in range(len(x))]
-        finally:
-            for module in dropout:
-                module.train()
+    with torch.no_grad(), forked_rng(x.device), quiet(model, _DropoutNd):
+        together, again = losses(x, y), losses(x, y)
+        alone = [losses(x[i : i + 1], y[i : i + 1]).sum() for i in range(len(x))]
     alone = torch.stack(alone)
     finite = alone.isfinite()
     if torch.equal(torch.nan_to_num(together), torch.nan_to_num(again)):
@@ -227,15 +200,8 @@ def check_loss_repeats(model, loss, x, y):
 
 def _losses_alike(model, loss, x, y, rows, seed=0):
     rows = rows.to(x.device)
-    quiet = [m for m in model.modules() if isinstance(m, torch.nn.RReLU) and m.training]
-    with torch.no_grad(), beginning_alike(model, x.device, seed):
-        try:
-            for module in quiet:
-                module.eval()
-            return loss(model(x[rows]), y[rows])
-        finally:
-            for module in quiet:
-                module.train()
+    with torch.no_grad(), beginning_alike(model, x.device, seed), quiet(model, torch.nn.RReLU):
+        return loss(model(x[rows]), y[rows])
 
 
 def alike(one, other):
@@ -285,10 +251,7 @@ def check_loss(loss, args, losses, kwargs=None, parts=None, name="loss"):
         return loss(*own_args, **own_kwargs)
 
     mixed = None
-    with (
-        torch.no_grad(),
-        torch.random.fork_rng(devices=[losses.device] if losses.device.type == "cuda" else []),
-    ):
+    with torch.no_grad(), forked_rng(losses.device):
         for rows in [torch.arange(0, n, 2, device=losses.device)] if parts is None else parts:
             rows = rows.to(losses.device)
             part, whole = of(rows), losses.detach()[rows]

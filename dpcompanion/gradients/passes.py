@@ -93,15 +93,12 @@ def unwrapped(model):
 def undisturbed(model):
     """The model in evaluation mode, without hooks of Opacus' GradSampleModule; then as it was."""
     inner = unwrapped(model)
-    modes = {module: module.training for module in inner.modules()}
     hooked = getattr(model, "hooks_enabled", False)
-    inner.eval()
-    if hooked:
-        model.disable_hooks()
-    try:
-        yield inner
-    finally:
+    with traces.evaluating(inner):
         if hooked:
-            model.enable_hooks()
-        for module, mode in modes.items():
-            module.training = mode
+            model.disable_hooks()
+        try:
+            yield inner
+        finally:
+            if hooked:
+                model.enable_hooks()

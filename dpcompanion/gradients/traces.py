@@ -18,7 +18,7 @@ import random
 import numpy as np
 import torch
 
-from dpcompanion._devices import on_accelerator
+from dpcompanion._devices import forked_rng, on_accelerator
 from dpcompanion.seeds import derive_key, seed_torch
 
 
@@ -53,7 +53,7 @@ def drawing_alike(device, seed=0):
     end as they were.
     """
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with forked_rng(device):
         seed_torch(derive_key(seed, "proof"), device)
         random.seed(seed)
         np.random.seed(seed)
@@ -186,13 +186,8 @@ def _place(t):
     return t.data_ptr() if t.layout is torch.strided else None
 
 
-def _same(a, b):
-    """Whether two tensors hold the same numbers, NaN where NaN is."""
-    return bool(equal(a, b))
-
-
 def equal(a, b):
-    """As `_same`, a tensor where the two lie."""
+    """Whether two tensors hold the same numbers, NaN where NaN is: a tensor where the two lie."""
     a, b = a.to_dense(), b.to_dense()
     if a.shape != b.shape:
         return torch.tensor(False)
@@ -217,7 +212,7 @@ def check_untouched(model, before, *, name="model", buffers=True, wait=True):
                 refuse_statistics(what, name)
             elif value is not None and not wait and on_accelerator(t):
                 later[what] = ~equal(value, here)
-            elif value is not None and not _same(value, here):
+            elif value is not None and not equal(value, here):
                 refuse_statistics(what, name)
     return later
 
@@ -257,7 +252,7 @@ def probing(model):
                     if (
                         isinstance(t, torch.nn.Parameter)
                         and value is not None
-                        and not _same(value, t)
+                        and not equal(value, t)
                     ):
                         t.copy_(value)
 
@@ -269,10 +264,7 @@ def check_leaves_no_trace(model, x):
     generators = [torch.random.get_rng_state] + [torch.cuda.get_rng_state] * (
         x.device.type == "cuda"
     )
-    with (
-        torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []),
-        torch.no_grad(),
-    ):
+    with forked_rng(x.device), torch.no_grad():
         states = [state() for state in generators]
         model(x)
         if not all(torch.equal(old, state()) for old, state in zip(states, generators)):

@@ -15,12 +15,9 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._types import Array
 from dpcompanion.filters import ExactFilter
+from dpcompanion.mechanism.plan import METHODS
 from dpcompanion.training import DPSGDPlan, Track
-
-METHODS = ("sample", "scale")
-
-#: Shares of the clip norm that the filter made for `filter="exact"` charges at.
-LEVELS = (0.25, 0.5, 0.75, 1.0)
+from dpcompanion.training.people import COMBINED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +77,7 @@ class PersonalPrivacy:
     def __post_init__(self):
         _checks.number("delta", self.delta, 0, 1, closed="neither")
         _checks.whole_number("at_most", self.at_most, 1)
-        _checks.one_of("combine", self.combine, ("mean", "sum"))
+        _checks.one_of("combine", self.combine, COMBINED)
         _checks.one_of("method", self.method, METHODS)
         if self.filter is not None and self.filter != "exact" and not callable(self.filter):
             raise ValueError(
@@ -131,4 +128,4 @@ class PersonalPrivacy:
             return None
         if callable(self.filter):
             return self.filter(plan, budgets)
-        return ExactFilter.for_plan(plan, budgets, levels=LEVELS, block=1, progress=False)
+        return ExactFilter.for_plan(plan, budgets, block=1, progress=False)

@@ -98,6 +98,8 @@ from dpcompanion.mechanism.sampling import PoissonSampler, steps_per_epoch
 from dpcompanion.mechanism.secure import SecureStream
 
 RELATIONS = ("zero-out", "add-remove")
+#: How several budgets are kept: a larger one is sampled more often, or has a larger clip norm.
+METHODS = ("sample", "scale")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -360,7 +362,7 @@ class DPSGDPlan:
         """
         from dpcompanion.idp import budgets_for, sample_parameters, scale_parameters
 
-        _checks.one_of("method", method, ("sample", "scale"))
+        _checks.one_of("method", method, METHODS)
         n, max_grad_norm, delta = _checked(n, max_grad_norm, delta, unit)
         sample_rate, steps = _rate_and_steps(n, sample_rate, steps, batch_size, epochs)
         budgets, which, counts = budgets_for(target_epsilons, n).unique(

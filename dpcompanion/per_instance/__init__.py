@@ -5,9 +5,10 @@ Per-instance DP fixes the pair of data sets, X and X' = X with the point x, and 
 two trainings can be distinguished. Everything that a worst case must allow for may then be replaced
 by what happens on this data. Five parts:
 
-* one step: `step_divergence` (theorem 3.2, in `steps`), `update_divergence` (theorem 3.6, in
-  `updates`), `holder_epsilon` (corollary 3.1), and what the paper says it has no way to do:
-  `coupled_divergence`, by the distribution of the sensitivity (both in `batches`);
+* one step: `step_divergence` (theorem 3.2, in `steps`, with the moment of "add" from `added`),
+  `update_divergence` (theorem 3.6, in `updates`), `holder_epsilon` (corollary 3.1), and what the
+  paper says it has no way to do: `coupled_divergence`, by the distribution of the sensitivity (both
+  in `batches`);
 * `composition`: many steps, by theorem 3.3 (`compose`);
 * `tilted`: many steps, exactly, from a handful of runs in which x enters more often
   (`tilted_counts`, `exact_composition`);

@@ -5,10 +5,11 @@ It stands on the library, which knows nothing of it.
 * `published`: the papers' numbers; `records`: what runs leave behind; `intervals`: what a few of
   them say;
 * `storage`, `pieces`, `provenance`: how records lie on the disk, how a run that was interrupted
-  goes on, and what it was made with;
+  goes on, and what it was made with;  `workers`: who does its pieces;
 * `experiments`: the registry, one experiment for each exhibit that computes; `runs`: what one sees
   of its run; `papers`: the experiments;
-* `comparison`, `findings`, `states`, `scoreboard`: how ours stand beside the printed; `plotting`:
-  how it looks;
-* `chapters`: what a chapter of the book calls.
+* `comparison`, `findings`, `states`, `scoreboard`: how ours stand beside the printed; `plotting`,
+  `moving`, `mosaic`: how it looks;
+* `chapters`: what a chapter of the book calls;  `places`: where the book shows an exhibit;
+  `exports`: the same for machines.
 """

@@ -164,13 +164,14 @@ def _make(work: Callable[[str], Any], folder: pathlib.Path, hashed: str, name: s
     stretch.forget()
 
 
-def _arrived(
-    folder: pathlib.Path, name: str, hashed: str, patience: float = 60
-) -> tuple[Any, dict[str, Any]]:
+_PATIENCE = 60  # seconds
+
+
+def _arrived(folder: pathlib.Path, name: str, hashed: str) -> tuple[Any, dict[str, Any]]:
     """A piece that a worker says it has written: on a network's file system it may take a while
     until it is seen.
     """
-    until = time.monotonic() + patience
+    until = time.monotonic() + _PATIENCE
     while True:
         try:
             return _kept(folder, name, hashed)

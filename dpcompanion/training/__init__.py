@@ -4,7 +4,7 @@
   `examples`: what it trains on;  `collating`: items of a data set as one batch;
   `checkpoints`: what it goes on from, a `Checkpoint`;  `options`: `Track` and `Performance`;
 * `distributed`: one run on several processes;
-* `people`: `by_person`, where the unit is a person with several rows;
+* `people`: `by_person`, where the unit is a person with several rows;  `owners`: whose each row is;
 * `ensembles`: `train_ensemble`, many runs side by side; `runs`: what they are;
 * `tracking`: gradient norms of examples along a run, for accounts of each example; `measuring`:
   when they are computed;  `stepping`: a loop of one's own; `following`: whether they are those of
@@ -12,7 +12,8 @@
 * `models`: the papers' networks.
 
 Handed on from `dpcompanion.mechanism`: `DPSGDPlan`, `PoissonSampler`, `gaussian_noise`,
-`generators`; and from `dpcompanion.gradients`: `clipped_sum`, `gradient_norms`, `cross_entropy`.
+`generators`; from `dpcompanion.gradients`: `clipped_sum`, `gradient_norms`, `cross_entropy`; and
+from `dpcompanion.seeds`: `derive_seed`.
 
 A plan, a training, and what it cost each example:
 
@@ -37,7 +38,7 @@ A plan, a training, and what it cost each example:
 """
 
 from dpcompanion.gradients.clipping import clipped_sum, gradient_norms
-from dpcompanion.gradients.independence import cross_entropy
+from dpcompanion.gradients.losses import cross_entropy
 from dpcompanion.mechanism.noise import gaussian_noise, generators
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.mechanism.sampling import PoissonSampler
@@ -62,6 +63,7 @@ __all__ = [
     "by_person",
     "clipped_sum",
     "cross_entropy",
+    "derive_seed",
     "gaussian_noise",
     "generators",
     "gradient_norms",

@@ -27,11 +27,14 @@ from typing import Any
 import torch
 
 from dpcompanion import _files
-from dpcompanion._rounding import with_places
+from dpcompanion._rounding import epsilons_in_words
 from dpcompanion.accounting import Ledger, LedgerEntry, SampledGaussian
 from dpcompanion.accounting.items import entry_of
 from dpcompanion.mechanism.plan import DPSGDPlan
+from dpcompanion.seeds import SEEDED
 from dpcompanion.training.checkpoints import Checkpoint
+
+rounded_up = epsilons_in_words  # the older name, by which others import it
 
 
 @dataclasses.dataclass
@@ -182,7 +185,7 @@ class History:
         """
         plan = self._own_plan()
         filter = None if self.tracker is None else self.tracker.budget
-        spent = rounded_up(plan.epsilon(steps=self.steps))
+        spent = epsilons_in_words(plan.epsilon(steps=self.steps))
         said = [plan.statement(steps=self.steps)]
         said.append(
             f"Epsilon {spent}."
@@ -192,16 +195,16 @@ class History:
         if self.steps < plan.steps:
             said.append(
                 "If what ended the run looked at the model, the epsilon of all planned steps "
-                f"holds, {rounded_up(plan.epsilon())}."
+                f"holds, {epsilons_in_words(plan.epsilon())}."
             )
         if filter is not None:
-            promised = rounded_up(self.promised())
+            promised = epsilons_in_words(self.promised())
             said.append(
                 f"By its filter ({type(filter).__name__}) it promised beforehand epsilon "
                 f"{promised}."
             )
         if self.seed is not None:
-            said.append("The noise came from a seed: anyone who knows it can subtract the noise.")
+            said.append(SEEDED)
         return " ".join(said)
 
     def to_json(
@@ -307,13 +310,6 @@ def _largest(epsilons):
 
 def _finite(value):
     return value if math.isfinite(value) else None
-
-
-def rounded_up(epsilons: Any) -> str:
-    """Epsilons in words, rounded up to three decimals: one, or from the least to the largest."""
-    epsilons = torch.as_tensor(epsilons, dtype=torch.float64)
-    low, high = (with_places(float(x), math.ceil) for x in (epsilons.min(), epsilons.max()))
-    return high if low == high else f"{low} to {high}"
 
 
 @dataclasses.dataclass

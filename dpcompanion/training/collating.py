@@ -39,6 +39,7 @@ from torch.utils.data import default_collate
 
 from dpcompanion.gradients import checks, proof, traces
 from dpcompanion.gradients.batches import Batch, tree_of
+from dpcompanion.gradients.items import same_bits
 from dpcompanion.gradients.tensors import in_best_format, tolerances
 
 #: What is the loss's alone where a batch is a mapping.
@@ -236,7 +237,7 @@ def same_parts(ones: Any, others: Any) -> bool:
     """Whether (inputs, targets) and others hold the same bits."""
     return all(
         len(tensors_in(one)) == len(tensors_in(other))
-        and all(map(checks.same_bits, tensors_in(one), tensors_in(other)))
+        and all(map(same_bits, tensors_in(one), tensors_in(other)))
         for one, other in zip(ones, others)
     )
 

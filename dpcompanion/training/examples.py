@@ -27,6 +27,7 @@ from torch.utils.data import Dataset, IterableDataset
 from dpcompanion._devices import to_device
 from dpcompanion._types import Loss
 from dpcompanion.gradients import checks, proof, traces
+from dpcompanion.gradients.items import check_batched, check_distinct, check_forgets_items
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.training.checkpoints import digest_of
 from dpcompanion.training.collating import Reader, called, targets_in, tensors_in
@@ -221,7 +222,7 @@ def examples_of(
             f"data must hold {'an example' if n is None else f'plan.n = {n} examples'}, got "
             f"{len(data)}"
         )
-    checks.check_distinct(data)
-    checks.check_batched(data)
-    checks.check_forgets_items(data)
+    check_distinct(data)
+    check_batched(data)
+    check_forgets_items(data)
     return Items(data, collate_fn=collate_fn)

@@ -61,8 +61,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dpcompanion import _checks
 from dpcompanion._types import Array
-from dpcompanion.gradients import checks, proof, traces
+from dpcompanion.gradients import proof, traces
 from dpcompanion.gradients.batches import Batch, tree_of
+from dpcompanion.gradients.items import check_batched, check_distinct, check_forgets_items
 from dpcompanion.training.checkpoints import digest_of
 from dpcompanion.training.collating import Reader, call, called, targets_in
 from dpcompanion.training.owners import is_array, owners_of, rows_of
@@ -123,10 +124,10 @@ def by_person(
             "x must be an array or a map-style data set of one row at least, got a "
             f"{type(x).__name__}"
         )
-    checks.check_batched(x, "x")
-    checks.check_forgets_items(x, "x")
+    check_batched(x, "x")
+    check_forgets_items(x, "x")
     data = PersonItems(Reader(x, collate_fn), people, **options)
-    checks.check_distinct(x, "x", data.owners)
+    check_distinct(x, "x", data.owners)
     return data
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dpcompanion._devices import whole_convolutions
-from dpcompanion.gradients import checks
+from dpcompanion.gradients import items
 from dpcompanion.gradients.tensors import call_with
 from dpcompanion.training import (
     Callbacks,
@@ -386,7 +386,7 @@ def test_data_sets_that_augment_at_random_are_taken_and_their_generators_go_on_a
     for seed in range(40):
         for each in (torch.manual_seed, np.random.seed, random.seed):
             each(seed)
-        checks.check_batched(subset)
+        items.check_batched(subset)
         first = [bool(coin()) for _ in range(20)]
         for each in (torch.manual_seed, np.random.seed, random.seed):
             each(seed)
@@ -414,8 +414,8 @@ def test_of_items_read_together_only_those_of_other_places_are_refused():
             return [(self[i][0], self[j][1]) for i, j in zip(places, reversed(places))]
 
     for data_set in (Rounded("as asked"), Together(), Sparse("as asked")):
-        checks.check_batched(data_set)
-    refused("order", checks.check_batched, Shuffled("at random"))
+        items.check_batched(data_set)
+    refused("order", items.check_batched, Shuffled("at random"))
 
 
 def test_what_is_of_another_kind_is_refused_in_words():
@@ -533,7 +533,7 @@ class Remembers(torch.utils.data.Dataset):
 @pytest.mark.parametrize("kind", ["lately", "all"])
 def test_items_that_follow_running_statistics_are_refused(kind):
     with pytest.raises(ValueError, match="keeps statistics of them"):
-        checks.check_forgets_items(Remembers(kind))
+        items.check_forgets_items(Remembers(kind))
 
 
 def test_items_that_stay_what_they_are_are_read_a_few_times():
@@ -543,10 +543,10 @@ def test_items_that_stay_what_they_are_are_read_a_few_times():
             return self.x[index], "a text", np.array(["another"])
 
     data = Still("still")
-    checks.check_forgets_items(data)
+    items.check_forgets_items(data)
     assert data.count < 10
 
 
 @pytest.mark.parametrize("kind", ["noise", "counts"])
 def test_items_that_change_by_themselves_are_taken(kind):
-    checks.check_forgets_items(Remembers(kind))
+    items.check_forgets_items(Remembers(kind))

@@ -130,9 +130,6 @@ def side_by_side(x, y, point_x, point_y, plan, *, kind, runs, order, learning_ra
     return torch.stack(norms)
 
 
-_SIDE_BY_SIDE = (shrunk, batches, side_by_side)
-
-
 def theorem_3_3(norms, plan, order):
     """Theorem 3.3 at p = 3n along runs of these norms, (steps, runs, points): (points,) estimates.
 
