@@ -14,7 +14,8 @@ released, much less is spent. With :math:`\varepsilon(\lambda)` the Rényi diver
   of one run at :math:`\hat\varepsilon = \ln(1 + 1/(\lambda - 1))`:
 
   .. math::
-      \varepsilon'(\lambda) = \varepsilon(\lambda) + m\,\hat\delta + \frac{\max(0, \ln m)}{\lambda - 1}.
+      \varepsilon'(\lambda) = \varepsilon(\lambda) + m\,\hat\delta +
+      \frac{\max(0, \ln m)}{\lambda - 1}.
 
 The score by which the best is chosen must come from the run's output, or be covered by its epsilon;
 a score on the training data itself is not free. Settings are sampled from a fixed distribution, a

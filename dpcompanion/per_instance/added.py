@@ -30,8 +30,8 @@ def log_mass_add(q, sigma, order):
     rows = (~full & ~flat).nonzero()[:, 0]
     q, sigma = q[rows], sigma[rows]
     # E[r] = 1, so that E[r^-b] - 1 = E[r^-b - 1 + b (r - 1)], whose integrand is never negative.
-    # Where sigma is small, and neither q nor b is, nothing cancels in E[r^-b - 1], and the bump of r
-    # at 1 / sigma need not be integrated.
+    # Where sigma is small, and neither q nor b is, nothing cancels in E[r^-b - 1], and the bump of
+    # r at 1 / sigma need not be integrated.
     joint = (sigma > 0.25) | (q < 1e-3) | (power < 1e-2)
     start, step, count = _add_nodes(q, sigma, power, joint)
     by_count = torch.argsort(count)

@@ -87,8 +87,8 @@ def smallest_exponent(steps: int) -> float:
     r"""Fact 3.4: the smallest p with :math:`(p/(p-1))^n \le 2`, which is
     :math:`1/(1 - 2^{-1/n})`, rounded up: no order then exceeds twice the first.
 
-    For :math:`g^i(\alpha) - 1 = (p/(p-1))^i (\alpha - 1)`. It is about :math:`1.44\,n + \frac12`; the paper's 3n does it for
-    every n.
+    For :math:`g^i(\alpha) - 1 = (p/(p-1))^i (\alpha - 1)`. It is about
+    :math:`1.44\,n + \frac12`; the paper's 3n does it for every n.
 
     >>> smallest_exponent(1), round(smallest_exponent(1000), 2)
     (2.0, 1443.2)
