@@ -69,6 +69,42 @@ def unlabelled(value: Any) -> Any:
     )
 
 
+def in_order(name: str, value: Any, persons: Any = None) -> Any:
+    """A pandas Series with one number for each example or person as an array in their order; all
+    else as it is.
+
+    With `persons`, their names, it goes by its labels where these are the names. Else by position,
+    which labels must not contradict: they count from 0, or without persons rise.
+
+    Raises:
+        ValueError: for other labels, since they leave open whose number is whose.
+    """
+    index = getattr(value, "index", None)
+    if not hasattr(value, "to_numpy") or not hasattr(index, "is_monotonic_increasing"):
+        return value
+    values, labels = unlabelled(value), list(index)
+    counted = list(range(len(labels)))
+    names = counted if persons is None else np.asarray(persons).tolist()
+    if values.ndim != 1 or labels == names:
+        return values
+    named = index.is_unique and len(labels) == len(names) and set(labels) == set(names)
+    if persons is None:
+        if index.is_unique and index.is_monotonic_increasing:
+            return values
+    elif labels == counted and not named:
+        return values
+    elif labels != counted and named:
+        places = {label: place for place, label in enumerate(labels)}
+        return values[[places[each] for each in names]]
+    whose = "examples" if persons is None else "persons"
+    found = ", ".join(map(str, labels[:3])) + (" ..." if len(labels) > 3 else "")
+    raise ValueError(
+        f"{name} must be in the order of the {whose}, which its labels {found} leave open: give "
+        "the values in that order, as .to_numpy() does"
+        + ("" if persons is None else ", or label them by the names of the persons")
+    )
+
+
 def real(name: str, value: _T) -> _T:
     """`value` is no tensor or array that holds anything but real numbers, each in its place."""
     if isinstance(value, torch.Tensor) and (value.is_complex() or value.layout != torch.strided):

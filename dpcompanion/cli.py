@@ -189,6 +189,8 @@ def _ledger(arguments: argparse.Namespace) -> None:
     for file in arguments.files:
         try:
             parts.append(_of_file(os.path.join(os.curdir, file)))
+            if not parts[-1].items:
+                raise ValueError("no run or release is in it")
         except (ValueError, OSError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ValueError(f"{file}: {reason}") from None

@@ -130,7 +130,11 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         targets = _targets(y, classes, len(x))
         rows = None if people is None else by_person(x, targets, people, at_most=at_most)
         n = len(x) if rows is None else len(rows)
-        budgets = budgets_for(self.epsilon if budgets is None else budgets, n)
+        budgets = budgets_for(
+            self.epsilon if budgets is None else budgets,
+            n,
+            persons=None if rows is None else rows.persons,
+        )
         scales = self.lower is not None
         share = SHARE if scales else 0.0
         unit = "person" if rows is not None and self.unit == "example" else self.unit

@@ -353,6 +353,9 @@ def test_a_ledger_keeps_the_relation_of_its_files(capsys, tmp_path):
     accounting.Ledger([accounting.Gaussian(5.0)], relation="replace").to_json(file)
     assert cli.main(["ledger", str(file)]) == 0
     assert "that replaces another" in capsys.readouterr().out
+    accounting.Ledger().to_json(tmp_path / "empty.json")
+    assert cli.main(["ledger", str(file), str(tmp_path / "empty.json")]) == 2
+    assert "empty.json: no run or release is in it" in capsys.readouterr().err
     assert cli.main(["ledger", str(tmp_path / "none.json")]) == 2
     assert "No such file" in capsys.readouterr().err
     assert cli.main(["ledger", str(tmp_path)]) == 2

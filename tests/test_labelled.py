@@ -1,5 +1,6 @@
 """pandas objects where arrays are taken: their values count, in their order; labels do not."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,13 +51,11 @@ TAKEN = {
     "counts": lambda v: (
         scale_parameters(VALUES, v, target_delta=1e-5, max_grad_norm=1.0, **RUN).max_grad_norms
     ),
-    "budgets": lambda v: budgets_for(v, 3),
     "norms": recorded,
     "steps": lambda v: recorded(
         VALUES, steps=(0 * v + 4).astype(int) if hasattr(v, "astype") else [4, 4, 4]
     ),
     "filter": lambda v: FILTER.clip_norms(v),
-    "filter's budgets": lambda v: RenyiFilter.for_plan(PLAN, v).epsilon(1e-5),
     "plan": lambda v: (
         DPSGDPlan(
             n=3, sample_rate=0.1, steps=2, max_grad_norm=v, noise_multiplier=1.0, delta=1e-5
@@ -76,6 +75,48 @@ def test_a_series_counts_as_its_values_whatever_its_labels(name, index):
     assert torch.equal(
         torch.as_tensor(TAKEN[name](pandas.Series(VALUES, index=index))), torch.as_tensor(plain)
     )
+
+
+def budgets_of(v):
+    return RenyiFilter.for_plan(PLAN, v).epsilon(1e-5)
+
+
+@pytest.mark.parametrize("take", [lambda v, **own: budgets_for(v, 3, **own), budgets_of])
+@pytest.mark.parametrize("index", [None, [7, 8, 9], list("abc")])
+def test_budgets_whose_labels_rise_are_in_the_order_of_the_examples(take, index):
+    assert torch.equal(take(pandas.Series(VALUES, index=index)), take(VALUES))
+
+
+@pytest.mark.parametrize("index", [[2, 0, 1], list("zma"), [0, 0, 1]])
+def test_budgets_whose_labels_leave_their_order_open_are_refused(index):
+    for take in (lambda v: budgets_for(v, 3), budgets_of):
+        with pytest.raises(ValueError, match="target_epsilons must be in the order of the exa"):
+            take(pandas.Series(VALUES, index=index))
+
+
+@pytest.mark.parametrize(
+    "persons, index, found",
+    [
+        (["a", "m", "z"], ["z", "a", "m"], [2.0, 3.0, 1.0]),
+        (["a", "m", "z"], None, VALUES),
+        ([5, 7, 9], [9, 5, 7], [2.0, 3.0, 1.0]),
+        ([5, 7, 9], [0, 1, 2], VALUES),
+        ([2, 0, 1], [1, 2, 0], [2.0, 3.0, 1.0]),
+    ],
+)
+def test_budgets_of_persons_go_by_name(persons, index, found):
+    for names in (persons, np.array(persons)):
+        given = pandas.Series(VALUES, index=index)
+        assert budgets_for(given, 3, persons=names).tolist() == found
+
+
+@pytest.mark.parametrize(
+    "persons, index",
+    [(list("amz"), list("amx")), (list("amz"), [7, 8, 9]), ([2, 0, 1], None), ([1, 2], None)],
+)
+def test_labels_that_are_no_names_are_refused(persons, index):
+    with pytest.raises(ValueError, match=r"target_epsilons must (be in the order|be a number)"):
+        budgets_for(pandas.Series(VALUES[: len(persons)], index=index), 3, persons=persons)
 
 
 def test_a_frame_counts_as_a_matrix_and_text_is_refused_by_name():

@@ -851,6 +851,13 @@ class Ledger:
             else "add-remove"
         )
         entries = entries if isinstance(entries, list) else [entries]
+        if not entries and not isinstance(held, dict):
+            raise ValueError("source must hold a run at least, or a ledger, got an empty list")
+        if any(isinstance(each, dict) and "promised_quantiles" in each for each in entries):
+            raise ValueError(
+                "source must hold runs or a ledger, got the card of a run, which has no mechanism: "
+                "Ledger().add(history).to_json() has it"
+            )
         found = cls([LedgerEntry.from_json(entry) for entry in entries], relation=relation)
         if isinstance(held, dict) and "ledger" in held:
             # earlier versions said "example" of every unit

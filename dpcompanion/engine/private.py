@@ -193,8 +193,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 knows the seed knows the draws, and for them sampling amplifies nothing. Worker
                 processes read the examples of one batch side by side; they do not read ahead.
             target_epsilons: (n,) budgets, one for each example of the data set, in its order, or
-                for each person, in that of `persons`; one number for all; or {budget: share}, which
-                is dealt out by a fixed permutation (`dpcompanion.idp.budgets_for`).
+                for each person, in that of `persons` or as a pandas Series by name; one number for
+                all; or {budget: share}, which is dealt out by a fixed permutation
+                (`dpcompanion.idp.budgets_for`).
             target_delta: in (0, 1).
             epochs: an epoch has len(data_loader) steps.
             max_grad_norm: the mean clip norm; with per-layer clipping a list of them, one for each
@@ -274,7 +275,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         units = self._check(module, optimizer, data_loader, grad_sample_mode, settings)
         n, length = units.n, units.steps_per_epoch
         epochs = _checks.whole_number("epochs", epochs, 1)
-        budgets = budgets_for(target_epsilons, n)
+        budgets = budgets_for(
+            target_epsilons, n, persons=None if units.ownership is None else units.ownership.persons
+        )
         max_grad_norm, shares = clip_norms_of(max_grad_norm, clipping, module)
         streams, origin = sources(
             data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode

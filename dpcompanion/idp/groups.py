@@ -74,16 +74,20 @@ def with_counts(target_epsilons, counts):
     return target_epsilons, [1.0] * len(target_epsilons) if counts is None else counts
 
 
-def budgets_for(target_epsilons: Any, n: int) -> torch.Tensor:
+def budgets_for(target_epsilons: Any, n: int, *, persons: Any = None) -> torch.Tensor:
     """The budgets of n examples, (n,) float64, from one number, one for each, or {budget: share}.
 
     Shares are of the examples and add up to 1. They are rounded to whole numbers of examples, by
     the largest remainders, and dealt out by a fixed permutation, so that neither the order of the
     data nor their values decide who gets which budget.
 
+    A pandas Series goes by its labels if they are the names of `persons`, (n,), the order in which
+    budgets come out. Without persons its labels must rise: in another order they leave open whose
+    budget is whose.
+
     Raises:
-        ValueError: a budget that is not above 0 and finite, a wrong number of them, or shares that
-            do not add up to 1.
+        ValueError: a budget that is not above 0 and finite, a wrong number of them, labels in
+            another order, or shares that do not add up to 1.
 
     >>> budgets_for({1.0: 0.25, 8.0: 0.75}, 4)
     tensor([8., 8., 8., 1.], dtype=torch.float64)
@@ -91,7 +95,7 @@ def budgets_for(target_epsilons: Any, n: int) -> torch.Tensor:
     tensor([3., 3.], dtype=torch.float64)
     """
     n = _checks.whole_number("n", n, 1, _checks.MOST_EXAMPLES)
-    given = _checks.unlabelled(target_epsilons)
+    given = _checks.in_order("target_epsilons", target_epsilons, persons)
     if isinstance(given, Mapping):
         if not given:
             raise ValueError("target_epsilons must hold one budget at least, got {}")

@@ -438,7 +438,12 @@ class DPSGDPlan:
             unknown = set(held) - {field.name for field in dataclasses.fields(cls)}
             if not unknown:
                 return cls(**held)
-        except (KeyError, TypeError) as error:
+        except KeyError:
+            raise ValueError(
+                "source must be a plan in JSON, {'plan': ...} as to_json writes it, got "
+                f"{str(source)[:80]!r}"
+            ) from None
+        except TypeError as error:
             raise ValueError(
                 f"source must be a plan in JSON, got {str(source)[:80]!r}: {error}"
             ) from None

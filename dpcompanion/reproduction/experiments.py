@@ -338,6 +338,11 @@ def run(
                 spread.enter_context(workers.share(*share))
             kept = spread.enter_context(pieces.taken_over())
             values = found.function(config, this)
+        if share == (0, 1) and not kept:
+            raise ValueError(
+                f"{name} must have been done in pieces for its record to be merged, but there are "
+                "none: a run makes its record"
+            )
         values, arrays = values if isinstance(values, tuple) else (values, {})
         command = f"dpcompanion run {name} --preset {preset} --device {device}"
         if seeds is not None:

@@ -58,6 +58,8 @@ class History:
         key_fingerprint: a name of the key that batches and noise were drawn under
             (`SecureStream.fingerprint`), by which a ledger tells runs of one seed; None before the
             first step.
+        persons: with `people=`, the names of the persons, (n,), in the order of `epsilons`; neither
+            a card nor a checkpoint holds them.
     """
 
     losses: torch.Tensor
@@ -73,12 +75,15 @@ class History:
     plan: DPSGDPlan | None = None
     steps: int = 0
     tracker: Any = None
+    persons: Any = None
 
     def saved(self) -> dict[str, Any]:
         """What a checkpoint keeps under this name: what neither plan, step nor trackers say."""
         names = (field.name for field in dataclasses.fields(self))
         return {
-            name: getattr(self, name) for name in names if name not in ("plan", "steps", "tracker")
+            name: getattr(self, name)
+            for name in names
+            if name not in ("plan", "steps", "tracker", "persons")
         }
 
     def _own_plan(self) -> DPSGDPlan:

@@ -348,6 +348,7 @@ class TrainingLoop:
             precision=self.precision or str(self.dtype).removeprefix("torch."),
             plan=self.stated,
             tracker=own,
+            persons=getattr(self.examples, "persons", None),
         )
         self.plan, self.planned = plan, checks.numbers_of(plan)
         self.run = Run(plan, model, optimizer, history)
@@ -773,7 +774,12 @@ class TrainingLoop:
         for name, state in content["stateful"].items():
             self.stateful[name].load_state_dict(state)
         run, held = self.run, content["history"]
-        known = {"plan": self.stated, "steps": content["step"], "tracker": run.history.tracker}
+        known = {
+            "plan": self.stated,
+            "steps": content["step"],
+            "tracker": run.history.tracker,
+            "persons": run.history.persons,
+        }
         if not _has_ended(content, run.plan):  # the next step is drawn under the keys that are here
             known["key_fingerprint"] = None
         run.step, run.history = content["step"], History(**held | known)

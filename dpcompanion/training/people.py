@@ -98,8 +98,9 @@ def by_person(
         at_most: k, how many rows of a person enter a step at most; above 0.
         combine: "mean" or "sum", what a person's loss is of those of their rows.
         persons: every person's name, each once, in the order of accounts and budgets; by default
-            those of `people`, sorted, if they have an order. Persons without a row are given here:
-            they take part with a gradient of zero.
+            those of `people`, sorted, if they have an order, and a categorical column by its names,
+            not by the order of its categories. Persons without a row are given here: they take part
+            with a gradient of zero.
         collate_fn: with a data set, list of rows -> batch, as in `train`.
 
     Returns:

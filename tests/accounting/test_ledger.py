@@ -592,6 +592,8 @@ RUN = '"sample_rate": 0.01, "noise_multiplier": 1.0, "steps": 1000'
         ),
         (f'{{{RUN}, "steps": 1}}', "'steps' twice"),
         ("[" * 100_000, "source must be a ledger in JSON"),
+        ("[]", "got an empty list"),
+        ('{"epsilon": 1.0, "promised_quantiles": {}}', "got the card of a run"),
     ],
 )
 def test_a_file_that_says_something_else_beside_its_runs_is_refused(text, words):

@@ -236,6 +236,17 @@ def test_copies_of_a_row_change_no_epsilon_and_move_a_sum_by_at_most_the_clip_no
     assert 0.5 * CLIP < moved <= CLIP
 
 
+def test_budgets_of_persons_go_by_name():
+    pandas = pytest.importorskip("pandas")
+    names = sorted(set(PEOPLE))
+    budgets = {name: 1.0 + place for place, name in enumerate(names)}
+    given = pandas.Series(budgets).iloc[::-1]
+    engine, *_ = made(target_epsilons=given, method="scale")
+    plain, *_ = made(target_epsilons=[budgets[name] for name in names], method="scale")
+    assert torch.equal(engine.max_grad_norms, plain.max_grad_norms)
+    assert list(engine.persons) == names and len(engine.max_grad_norms.unique()) > 1
+
+
 def test_rows_in_any_order_and_cut_into_pieces():
     x, y = table()
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))

@@ -225,6 +225,19 @@ def test_the_command_line_shards_and_merges(capsys, tmp_path, table):
     assert not list(tmp_path.rglob("*.piece.json"))
 
 
+def test_what_was_not_done_in_pieces_is_not_merged(capsys, tmp_path):
+    from dpcompanion.reproduction import experiments
+
+    found = experiments.get("idp-sgd/table-5")
+    with experiments.set_aside(found.name):
+        experiments.experiment(found.name, **found.presets)(lambda config, run: {"sigma": 1.0})
+        options = ["--preset", "paper", "--out", str(tmp_path)]
+        assert cli.main(["merge", found.name, *options]) == 2
+        assert "done in pieces" in capsys.readouterr().err and not list(tmp_path.rglob("*.json"))
+        assert cli.main(["run", found.name, *options]) == 0
+    assert list(tmp_path.rglob("table-5.paper.json"))
+
+
 def test_the_command_line_merges_what_shards_have_done(capsys, tmp_path, table):
     for which in (1, 2):
         with contextlib.suppress(workers.Missing), workers.share(which, 2):

@@ -124,6 +124,8 @@ def test_history_account_and_filter_say_that_examples_are_persons(unit, said):
     assert Ledger().add(budget, delta=1e-2).units == (said,)
     _, plain = trained(table(), dataclasses.replace(plan, n=8, unit="example"))
     assert "differ in one example," in plain.statement()
+    assert history.persons.tolist() == sorted(set(PEOPLE)) and plain.persons is None
+    assert "persons" not in history.saved() and "persons" not in json.loads(history.to_json())
 
 
 @pytest.mark.parametrize("method", ["auto", "ghost", "func"])
