@@ -79,7 +79,7 @@ def in_order(name: str, value: Any, persons: Any = None) -> Any:
     Raises:
         ValueError: for other labels, since they leave open whose number is whose.
     """
-    index = getattr(value, "index", None)
+    index: Any = getattr(value, "index", None)
     if not hasattr(value, "to_numpy") or not hasattr(index, "is_monotonic_increasing"):
         return value
     values, labels = unlabelled(value), list(index)
