@@ -33,8 +33,10 @@ except ImportError as error:
     ) from error
 
 from dpcompanion import _checks
+from dpcompanion._rounding import rounded
 from dpcompanion.accounting import Ledger
 from dpcompanion.idp import budgets_for
+from dpcompanion.idp.parameters import UnreachableBudget
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.release import private_scaler
 from dpcompanion.seeds import derive_key, keyed_generator
@@ -124,31 +126,23 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         _checks.number("delta", self.delta, 0, 1, closed="neither")
         _checks.number("learning_rate", self.learning_rate, 0, math.inf, closed="neither")
         _checks.number("batch_size", self.batch_size, 0, math.inf, closed="neither")
+        if self.random_state is not None:
+            _checks.seed("random_state", self.random_state)
         x, names = _columns(X), _names(X)
         lower, upper = _bound("lower", self.lower, names), _bound("upper", self.upper, names)
         classes = _classes(self.classes)
         targets = _targets(y, classes, len(x))
         rows = None if people is None else by_person(x, targets, people, at_most=at_most)
         n = len(x) if rows is None else len(rows)
-        budgets = budgets_for(
-            self.epsilon if budgets is None else budgets,
-            n,
-            persons=None if rows is None else rows.persons,
+        persons = None if rows is None else rows.persons
+        budgets = (
+            budgets_for(self.epsilon, n) if budgets is None else _budgets(budgets, n, persons)
         )
         scales = self.lower is not None
         share = SHARE if scales else 0.0
         unit = "person" if rows is not None and self.unit == "example" else self.unit
         # Before anything is released: what the plan refuses costs nothing.
-        plan = DPSGDPlan.for_epsilons(
-            budgets - share * float(budgets.min()),
-            n=n,
-            delta=(1 - share) * self.delta,
-            batch_size=min(self.batch_size, n),
-            epochs=self.epochs,
-            max_grad_norm=self.max_grad_norm,
-            method=self.method,
-            unit=unit,
-        )
+        plan = self._plan(budgets, share, n, unit)
         scaler = None
         if scales:
             means = x if rows is None else _means(x, rows, lower, upper)
@@ -173,6 +167,28 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
             parameter.detach().numpy() for parameter in model.parameters()
         )
         return self
+
+    def _plan(self, budgets, share, n, unit):
+        """The plan of the training, to which the scaler leaves what it does not take."""
+        scaler = share * float(budgets.min())
+        try:
+            return DPSGDPlan.for_epsilons(
+                budgets - scaler,
+                n=n,
+                delta=(1 - share) * self.delta,
+                batch_size=min(self.batch_size, n),
+                epochs=self.epochs,
+                max_grad_norm=self.max_grad_norm,
+                method=self.method,
+                unit=unit,
+            )
+        except UnreachableBudget as error:
+            most = rounded(error.most + scaler, math.floor, 4)
+            raise ValueError(
+                f"budgets must not exceed {most:g} here, got {float(budgets.max()):g}: not even a "
+                "sample rate of 1 would use it up, beside a mean batch_size of "
+                f"{self.batch_size:g}; take a smaller batch_size, or method='scale'"
+            ) from None
 
     def _scaler_of(self, means, **options):
         seed = self.random_state
@@ -203,6 +219,13 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         """The most probable class of each row, (rows,)."""
         check_is_fitted(self)  # before `classes_` is looked for
         return self.classes_[self._logits(X).argmax(1)]
+
+
+def _budgets(budgets, n, persons):
+    try:
+        return budgets_for(budgets, n, persons=persons)
+    except ValueError as error:
+        raise ValueError(str(error).replace("target_epsilons", "budgets")) from None
 
 
 def _classes(classes):

@@ -84,7 +84,16 @@ def test_chance_refutes_nothing():
 
 def test_bad_arguments_are_refused_by_name():
     counts = dict(true_positives=1, positives=10, false_positives=1, negatives=10, delta=0.0)
-    refuses(epsilon_lower_bound, counts, delta=[1.0], confidence=[1.0])
+    refuses(
+        epsilon_lower_bound,
+        counts,
+        true_positives=[11, 0.5, math.nan, -1, "a"],
+        positives=[0, 1.5],
+        false_positives=[11, [1, 12]],
+        negatives=[0],
+        delta=[1.0],
+        confidence=[1.0],
+    )
     refuses(
         clopper_pearson,
         dict(successes=1, trials=10),

@@ -326,6 +326,9 @@ def test_bad_input_is_refused():
         confidence=["a", 1],
         together=["a"],
     )
+    refused(
+        "canaries must be indices.* got 3: give a list", audit.audit_training, **run, canaries=3
+    )
     refuses(
         audit.make_canaries,
         dict(x=torch.rand(5, 3), y=torch.arange(5), count=2),

@@ -365,6 +365,13 @@ def test_bad_arguments_are_refused_by_name(method, extra):
         refuses(method, dict(good, noise_range=(0.02, 0.02)), target_epsilons=[[0.01, 2.0]])
 
 
+@pytest.mark.parametrize("budgets", [0.0, [0.0, 1.0], {0.0: 0.5, 1.0: 0.5}])
+def test_whoever_opts_out_is_left_out_of_the_data(budgets):
+    words = r"target_epsilons must lie in \(0, inf\), got 0: .* count only the others in n"
+    refused(words, idp.budgets_for, budgets, 2)
+    refused(words, idp.sample_parameters, budgets, **RUN)
+
+
 def test_a_budget_near_zero_beside_a_large_one_is_searched():
     """The orders that decide lie far apart: between them there was once no order left to look
     at.

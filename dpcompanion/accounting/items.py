@@ -494,9 +494,11 @@ def entry_of(given: Any, delta: float | None = None) -> LedgerEntry:
         check_no_delta(delta)
         return LedgerEntry(given) if isinstance(given, Item) else given
     if not isinstance(given, HasLedgerEntry) or isinstance(given, type):
+        held = isinstance(getattr(given, "history", None), list)  # as accountants of Opacus do
         raise ValueError(
             f"item must be one of {', '.join(ITEMS)}, a ledger, or have a ledger_entry, such as a "
             f"plan, a history, an account or a filter, got {given!r:.80}"
+            + ("; for an accountant of Opacus use Ledger.from_opacus(accountant)" if held else "")
         )
     return given.ledger_entry(delta=delta)
 

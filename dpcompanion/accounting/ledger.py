@@ -61,7 +61,7 @@ becomes another: the exact pair of a sampled Gaussian (`mixed.ReplacementLoss`),
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -264,7 +264,12 @@ class Ledger:
             )
         last = max((max(entry.people) for entry in found._entries if entry.people), default=-1)
         if sizes and last >= min(sizes):
-            raise ValueError(f"people must lie in [0, {min(sizes)}), got {last}")
+            raise ValueError(
+                f"people must lie in [0, {min(sizes)}), got {last}: an item without people= is "
+                "about all of the ledger's people, and so fixes their number; give people= for it, "
+                f"too, as in Ledger().add(first, people=range({min(sizes)})).add(second, "
+                f"people=range({last + 1}))"
+            )
         found._check_independent()
         return found
 
@@ -866,18 +871,20 @@ class Ledger:
         return found
 
     @classmethod
-    def from_opacus(cls, history: Sequence[Any]) -> "Ledger":
-        """The ledger of an Opacus accountant's history: [(noise multiplier, sample rate, steps)].
+    def from_opacus(cls, history: Any) -> "Ledger":
+        """The ledger of an Opacus accountant, or of its history: [(noise multiplier, sample rate,
+        steps)].
 
         >>> Ledger.from_opacus([(1.0, 0.01, 500), (1.2, 0.02, 500)]).items[1]
         SampledGaussian(sample_rate=0.02, noise_multiplier=1.2, steps=500)
         """
         try:
-            rows = [(noise, rate, steps) for noise, rate, steps in history]
+            held = getattr(history, "history", history)
+            rows = [(noise, rate, steps) for noise, rate, steps in held]
         except (TypeError, ValueError):
             raise ValueError(
-                "history must be a list of (noise multiplier, sample rate, steps), got "
-                f"{history!r:.80}"
+                "history must be an accountant of Opacus, or its list of (noise multiplier, sample "
+                f"rate, steps), got {history!r:.80}"
             ) from None
         return cls([SampledGaussian(rate, noise, steps) for noise, rate, steps in rows])
 

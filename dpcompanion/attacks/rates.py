@@ -48,21 +48,28 @@ def clopper_pearson(
     >>> clopper_pearson(0, 100)
     Bounds(lower=0.0, upper=0.0295...)
     """
-    given = successes, trials
     confidence = _checks.number("confidence", confidence, 0, 1, closed="neither")
-    successes, trials = map(_checks.unlabelled, (successes, trials))
-    _checks.in_interval("trials", trials, 1)
+    return _interval({"successes": successes, "trials": trials}, confidence)
+
+
+def _interval(counts, confidence):
+    """As `clopper_pearson`, of counts under the names that the caller gave them."""
+    (name, successes), (whole, trials) = counts.items()
+    given = successes, trials
+    successes, trials = map(_checks.unlabelled, given)
+    _checks.in_interval(name, successes, 0)
+    _checks.in_interval(whole, trials, 1)
     successes, trials = (
         torch.as_tensor(v, dtype=torch.float64, device="cpu") for v in (successes, trials)
     )
-    if bool(
-        ((successes < 0) | (successes > trials) | (successes % 1 != 0) | (trials % 1 != 0)).any()
-    ):
+    if bool((trials % 1 != 0).any()):
+        raise ValueError(f"{whole} must be whole numbers, got {trials.tolist()}")
+    k, n = _checks.broadcast(successes, trials, names=counts)
+    if bool(((k > n) | (k % 1 != 0)).any()):
         raise ValueError(
-            f"successes must be whole numbers between 0 and the trials, got {successes.tolist()} "
-            f"of {trials.tolist()}"
+            f"{name} must be whole numbers between 0 and the {whole}, got {successes.tolist()} of "
+            f"{trials.tolist()}"
         )
-    k, n = torch.broadcast_tensors(successes, trials)
     k, n = k.numpy(), n.numpy()
     lower = special.betaincinv(k.clip(min=1), n - k + 1, 1 - confidence) * (k > 0)
     upper = special.betaincinv(k + 1, (n - k).clip(min=1), confidence) * (k < n) + (k == n)
@@ -176,9 +183,8 @@ def mu_lower_bound(
 def _rates(true_positives, positives, false_positives, negatives, confidence):
     """The least rate of right guesses and the greatest of wrong ones, jointly at the confidence."""
     _checks.in_interval("confidence", confidence, 0, 1, closed="neither")
+    right = {"true_positives": true_positives, "positives": positives}
+    wrong = {"false_positives": false_positives, "negatives": negatives}
     each = (1 + confidence) / 2
-    bounds = (
-        clopper_pearson(true_positives, positives, confidence=each).lower,
-        clopper_pearson(false_positives, negatives, confidence=each).upper,
-    )
+    bounds = _interval(right, each).lower, _interval(wrong, each).upper
     return (torch.as_tensor(bound, dtype=torch.float64) for bound in bounds)

@@ -145,6 +145,11 @@ def audit_training(
 def _indices(canaries, n):
     """Canaries as different indices below n."""
     given = _checks.tensor("canaries", canaries)
+    if given.ndim == 0:
+        raise ValueError(
+            f"canaries must be indices of examples, not their number, got {given.item()!r}: give a "
+            "list of different ones, such as torch.randperm(plan.n)[:10]"
+        )
     if not given.is_floating_point() and given.dtype != torch.bool:
         given = given.long()  # of which PyTorch compares all
     _checks.in_interval("canaries", given, 0, n - 1)

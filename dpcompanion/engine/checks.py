@@ -76,6 +76,10 @@ def check_loader(loader):
             "data_loader must be of a map-style data set, got an iterable one, which cannot be "
             "sampled"
         )
+    if not len(loader.dataset):
+        raise ValueError(
+            "data_loader must be of a data set with an item at least, got an empty one"
+        )
     if loader.batch_sampler is None:
         raise ValueError("data_loader must have a batch_size, got None")
     if loader.drop_last:

@@ -283,7 +283,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode
         )
         run = {
-            "target_delta": target_delta,
+            "target_delta": _checks.number("target_delta", target_delta, 0, 1, closed="neither"),
             "sample_rate": 1 / length,
             "steps": epochs * length,
             "accountant": self._by,
@@ -304,7 +304,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             norms=self.max_grad_norms,
             noises=self.noise_multipliers,
             budgets=budgets,
-            target_delta=float(target_delta),
+            target_delta=run["target_delta"],
             planned=run["steps"],
             by=self._by,
             unit=units.unit,

@@ -272,7 +272,7 @@ class ExactFilter(PrivacyFilter):
         Raises:
             ValueError: norms of another shape, or below 0.
         """
-        return self._norms[self._payable(norms)]
+        return self._norms[self._payable(self._checked_norms(norms))]
 
     def record(self, levels: Array, steps: int) -> None:
         """Charge `steps` steps in which gradients were clipped to `levels`, (n,), as `levels_for`
@@ -312,6 +312,7 @@ class ExactFilter(PrivacyFilter):
         that are refused count as infinite, and are found when `epsilon` or `state_dict` is asked
         for.
         """
+        norms = self._checked_norms(norms)  # those that a block does not ask for, too
         if not self._steps_left:
             index = self._payable(norms)
             self._pay(index, 1)  # as `_payable` found that all can
@@ -360,9 +361,7 @@ class ExactFilter(PrivacyFilter):
         )
 
     def _payable(self, norms):
-        wanted = torch.searchsorted(self._norms, self._checked_norms(norms)).clamp(
-            max=len(self.levels)
-        )
+        wanted = torch.searchsorted(self._norms, norms).clamp(max=len(self.levels))
         left = self._budget - self._spent
         # Mostly every example can pay. On an accelerator asking takes longer than to look for what
         # each can pay.

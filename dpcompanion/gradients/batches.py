@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import register_pytree_node
 
 #: The name of a tensor that is all there is.
@@ -59,6 +60,12 @@ class Batch:
         def named(tree, path):
             if isinstance(tree, Mapping):
                 return {key: named(part, (*path, str(key))) for key, part in tree.items()}
+            if isinstance(tree, PackedSequence):
+                raise ValueError(
+                    f"{'.'.join(path) or WHOLE!r} must be a tensor with one entry an example, got "
+                    "a PackedSequence: give padded tensors and their lengths (pad_sequence), which "
+                    "the model may pack"
+                )
             if isinstance(tree, (list, tuple)):
                 parts = [named(part, (*path, str(place))) for place, part in enumerate(tree)]
                 return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)

@@ -22,9 +22,11 @@ from dpcompanion.gradients.items import (  # noqa: F401, checks of data sets, un
     same_bits,
     same_items,
 )
+from dpcompanion.gradients.losses import cross_entropy
 from dpcompanion.gradients.traces import evaluating, naming, probing
 
 PRECISIONS = (None, "bf16")
+_IGNORED = -100  # the target of an example whose cross entropy is zero
 
 
 def check_data(x, y, n=None):
@@ -124,6 +126,49 @@ def check_model(model):
             )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("model must have a trainable parameter, got none")
+
+
+def training_device(model, device=None):
+    """The device to train a model on, by default its own: one with numbers, and outside of
+    `torch.inference_mode`, where gradients are computed.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "train must be called outside of torch.inference_mode, in which no gradient is computed"
+        )
+    found = torch.device(next(model.parameters()).device if device is None else device)
+    if found.type == "meta":
+        raise ValueError(
+            f"{'model' if device is None else 'device'} must hold numbers, as on 'cpu', got "
+            "'meta', a device that holds shapes alone"
+        )
+    return found
+
+
+def check_targets(model, loss, x, y):
+    """For `cross_entropy`, targets that are classes are among those that the model has outputs for,
+    or -100, which is ignored.
+
+    Raises:
+        ValueError: with the first that is not, and its row.
+    """
+    classes = y.ndim == 1 and not y.is_floating_point() and not y.is_complex()
+    if loss is not cross_entropy or not classes or not len(x):
+        return
+    with probing(model), torch.no_grad(), evaluating(model):
+        try:
+            outputs = model(x[:1].clone())  # a model may overwrite what it is given
+        except Exception:  # of which `try_out` says more
+            return
+    if not isinstance(outputs, torch.Tensor) or outputs.ndim != 2:
+        return
+    y = y.long()
+    wrong = ((y < 0) | (y >= outputs.shape[1])) & (y != _IGNORED)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"targets must lie in [0, {outputs.shape[1]}), got {int(y[row])} in row {row}"
+        )
 
 
 # Classes of modules that are spread over processes or devices, as a wrapper or in place

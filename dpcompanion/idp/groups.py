@@ -64,14 +64,25 @@ def with_counts(target_epsilons, counts):
                 f"counts must be None where target_epsilons is {{budget: share}}, got "
                 f"{counts!r:.80}"
             )
+        _check_nobody_opts_out(list(target_epsilons))
         return list(target_epsilons), list(target_epsilons.values())
     target_epsilons, counts = _checks.unlabelled(target_epsilons), _checks.unlabelled(counts)
+    _check_nobody_opts_out(target_epsilons)
     if np.ndim(target_epsilons) == 0:
         target_epsilons = [
             _checks.number("target_epsilons", target_epsilons, 0, math.inf, closed="neither")
         ]
         counts = [1.0] if counts is None else [counts] if np.ndim(counts) == 0 else counts
     return target_epsilons, [1.0] * len(target_epsilons) if counts is None else counts
+
+
+def _check_nobody_opts_out(budgets):
+    """A budget of 0 is that of a person whose data are not used at all."""
+    if (_checks.flat_doubles("target_epsilons", budgets) == 0).any():
+        raise ValueError(
+            "target_epsilons must lie in (0, inf), got 0: leave the data of persons who opt out "
+            "out of the data set, and count only the others in n"
+        )
 
 
 def budgets_for(target_epsilons: Any, n: int, *, persons: Any = None) -> torch.Tensor:
@@ -100,6 +111,7 @@ def budgets_for(target_epsilons: Any, n: int, *, persons: Any = None) -> torch.T
         if not given:
             raise ValueError("target_epsilons must hold one budget at least, got {}")
         budgets, shares = list(given), list(given.values())
+        _check_nobody_opts_out(budgets)
         _checks.in_interval("target_epsilons", budgets, 0, math.inf, closed="neither")
         _checks.in_interval("target_epsilons' shares", shares, 0, 1)
         if abs(math.fsum(shares) - 1) > 1e-9:
@@ -112,6 +124,7 @@ def budgets_for(target_epsilons: Any, n: int, *, persons: Any = None) -> torch.T
         )
         # whose draws NumPy never changes
         return dealt[torch.from_numpy(np.random.RandomState(0).permutation(n))]
+    _check_nobody_opts_out(given)
     _checks.in_interval("target_epsilons", given, 0, math.inf, closed="neither")
     budgets = torch.as_tensor(given, dtype=torch.float64, device="cpu")
     if budgets.shape not in ((), (n,)):

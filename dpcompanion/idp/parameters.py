@@ -367,12 +367,20 @@ def _check_reachable(search, budgets, sample_rate, noise, rates):
         _refuse_beyond(most, budgets, sample_rate)
 
 
+class UnreachableBudget(ValueError):
+    """A budget that no sample rate uses up; `most` is the largest that one does."""
+
+    most: float = math.inf
+
+
 def _refuse_beyond(most, budgets, sample_rate):
     most = math.floor(most * 10 ** (digits := 3 - math.floor(math.log10(most)))) / 10**digits
-    raise ValueError(
+    error = UnreachableBudget(
         f"target_epsilons must not exceed {most:g} here, got {float(budgets[-1]):g}: not even a "
         f"sample rate of 1 would use it up, where the mean rate is to be {sample_rate:g}"
     )
+    error.most = most
+    raise error
 
 
 def _match_mean(search, budgets, weights, sample_rate, log_noise, slope, rates, *, rough=None):

@@ -171,38 +171,21 @@ class DPSGDPlan:
             fix(name, value if value.ndim else value.item())
         for name, high, closed in (("noise_multiplier", math.inf, "left"), ("delta", 1, "neither")):
             fix(name, _checks.number(name, getattr(self, name), 0, high, closed=closed))
+        relation, given = _relation_and_divisor(self.relation, self.expected_batch_size)
+        fix("relation", relation)
+        if relation == "add-remove" and isinstance(self.max_grad_norm, torch.Tensor):
+            raise ValueError(
+                "max_grad_norm must be one number for relation='add-remove', got one for each "
+                "example: the noise is measured in their mean, which depends on who takes part"
+            )
+        fix("parameters", _number_of_parameters(self.arithmetic, self.parameters))
+        if self.arithmetic == "float" and not self.noise_multiplier:
+            raise ValueError("noise_multiplier must be above 0 for arithmetic='float', got 0")
         if self.delta * self.n >= 1:
             warnings.warn(
                 f"delta {self.delta:g} is not below 1/n = {1 / self.n:g}: to publish an example at "
                 "random would be as private; take a delta well below 1/n",
                 stacklevel=3,
-            )
-        given = (
-            None if isinstance(self.expected_batch_size, _SumOfRates) else self.expected_batch_size
-        )
-        if given is not None:
-            given = _checks.number("expected_batch_size", given, 0, math.inf, closed="neither")
-        if self.relation is None:
-            fix("relation", "zero-out" if given is None else "add-remove")
-        if _checks.one_of("relation", self.relation, RELATIONS) == "add-remove":
-            if given is None:
-                raise ValueError(
-                    "expected_batch_size must be given for relation='add-remove', a public "
-                    "constant chosen before the data were seen, got None: the sum of the rates "
-                    "gives n away"
-                )
-            if isinstance(self.max_grad_norm, torch.Tensor):
-                raise ValueError(
-                    "max_grad_norm must be one number for relation='add-remove', got one for each "
-                    "example: the noise is measured in their mean, which depends on who takes part"
-                )
-        if _checks.one_of("arithmetic", self.arithmetic, floats.ARITHMETICS) == "float":
-            fix("parameters", _number_of_parameters(self.parameters))
-            if not self.noise_multiplier:
-                raise ValueError("noise_multiplier must be above 0 for arithmetic='float', got 0")
-        elif self.parameters is not None:
-            raise ValueError(
-                f"parameters goes with arithmetic='float' alone, got {self.parameters!r}"
             )
         rate = self.sample_rate
         fix(
@@ -277,6 +260,8 @@ class DPSGDPlan:
                 "target_epsilon must be one number (for_epsilons takes one for each example), got "
                 f"{target_epsilon!r:.80}"
             )
+        _relation_and_divisor(relation, expected_batch_size)
+        parameters = _number_of_parameters(arithmetic, parameters)
         noise_multiplier = find_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=_left_of(delta, arithmetic),
@@ -285,7 +270,6 @@ class DPSGDPlan:
             accountant=accountant,
         )
         if arithmetic == "float":
-            parameters = _number_of_parameters(parameters)
             noise_multiplier = floats.least_noise(
                 noise_multiplier, max_grad_norm, n=n, parameters=parameters
             )
@@ -370,6 +354,8 @@ class DPSGDPlan:
         )
         if batch_size is not None or len(budgets) > 1:
             relation = _zero_out(relation, "rates or noise are made from n or several budgets")
+        _relation_and_divisor(relation, expected_batch_size)
+        parameters = _number_of_parameters(arithmetic, parameters)
         rates, norms = sample_rate, max_grad_norm
         run = {"sample_rate": sample_rate, "steps": steps, "accountant": accountant}
         run["target_delta"] = _left_of(delta, arithmetic)
@@ -381,7 +367,6 @@ class DPSGDPlan:
             scaled = scale_parameters(budgets, counts, max_grad_norm=max_grad_norm, **run)
             noise_multiplier, norms = scaled.noise_multiplier, scaled.max_grad_norms[which]
         if arithmetic == "float":
-            parameters = _number_of_parameters(parameters)
             noise_multiplier = floats.least_noise(
                 noise_multiplier, norms, n=n, parameters=parameters
             )
@@ -755,7 +740,27 @@ def _plain(value):
     return {"length": len(value), "mean": value.mean().item(), "sha256": digest}
 
 
-def _number_of_parameters(parameters):
+def _relation_and_divisor(relation: str | None, divisor: Any) -> tuple[str, float | None]:
+    """The relation of a plan, and its divisor, None if that is the sum of the rates."""
+    given = None if divisor is None or isinstance(divisor, _SumOfRates) else divisor
+    if given is not None:
+        given = _checks.number("expected_batch_size", given, 0, math.inf, closed="neither")
+    if relation is None:
+        relation = "zero-out" if given is None else "add-remove"
+    if _checks.one_of("relation", relation, RELATIONS) == "add-remove" and given is None:
+        raise ValueError(
+            "expected_batch_size must be given for relation='add-remove', a public constant chosen "
+            "before the data were seen, got None: the sum of the rates gives n away"
+        )
+    return relation, given
+
+
+def _number_of_parameters(arithmetic: str, parameters: Any) -> Any:
+    """How many parameters a plan counts: None for real numbers."""
+    if _checks.one_of("arithmetic", arithmetic, floats.ARITHMETICS) != "float":
+        if parameters is not None:
+            raise ValueError(f"parameters goes with arithmetic='float' alone, got {parameters!r}")
+        return None
     if parameters is None:
         raise ValueError(
             "parameters must be given for arithmetic='float', how many trainable numbers the model "

@@ -99,10 +99,12 @@ class History:
 
         Of a run with individual clipping (`track=` or `filter=` of `train`) it is the account along
         the realised trajectory, with a filter at most what the filter promises; otherwise what the
-        plan guarantees, which is one number for all unless examples differ in rate or clip norm. Of
-        a run that was stopped by what looked at the model no epsilon of the plan below that of all
-        planned steps is promised (the module's text). Accounts are as private as the example that
-        they are about; what the plan and the filter promise is not.
+        plan guarantees, which is one number for all unless examples differ in rate or clip norm:
+        `Track()` without ``clipping="individual"`` keeps estimates only, which are no bounds and
+        are found in ``tracker.estimated_epsilon(delta)``. Of a run that was stopped by what looked
+        at the model no epsilon of the plan below that of all planned steps is promised (the
+        module's text). Accounts are as private as the example that they are about; what the plan
+        and the filter promise is not.
 
         Args:
             delta: in (0, 1); by default the plan's.

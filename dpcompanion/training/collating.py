@@ -89,13 +89,26 @@ class Reader:
         if self.collate_fn is not None:
             return self._parts(self.collate_fn(items), len(items))
         if all(isinstance(item, Mapping) for item in items):
-            return self._parts(default_collate([dict(item) for item in items]), len(items))
+            return self._parts(self._stacked([dict(item) for item in items]), len(items))
         if not all(isinstance(item, (tuple, list)) and len(item) == 2 for item in items):
             kind = type(items[0]).__name__
             if isinstance(items[0], (tuple, list)):
                 kind += f" of {len(items[0])} parts: give mappings, or a collate_fn"
             raise ValueError(f"data must have items (x, y) or mappings, got a {kind}")
-        return self._parts(default_collate([tuple(item) for item in items]), len(items))
+        return self._parts(self._stacked([tuple(item) for item in items]), len(items))
+
+    def _stacked(self, items):
+        """Items as a batch, where no `collate_fn` is given."""
+        try:
+            return default_collate(items)
+        except torch.OutOfMemoryError:
+            raise
+        except (KeyError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                "data must have items that can be stacked, each part of one shape and type, but "
+                f"{error!s:.200}; give a collate_fn, which pads items of several lengths, for "
+                "instance by torch.nn.utils.rnn.pad_sequence"
+            ) from error
 
     def _parts(self, batch, n):
         if isinstance(batch, Mapping):
@@ -127,6 +140,11 @@ class Reader:
                 else ""
             )
             raise ValueError(f"{self._of} must hold tensors: {error}{advice}") from None
+        except (AttributeError, TypeError) as error:  # of a class that cannot be made of its parts
+            raise ValueError(
+                f"{self._of} must hold tensors, mappings, lists and tuples, got a "
+                f"{type(tree).__name__}: {error}"
+            ) from error
         if len(batch) != n:
             raise ValueError(
                 f"{self._of} must have the examples first, {n} here, got {batch.shape}"

@@ -150,6 +150,20 @@ def _is_map(data):
     return items and not isinstance(data, (IterableDataset, torch.Tensor))
 
 
+def _tensors_of(data, n):
+    """Two tensors of n examples each."""
+    items = isinstance(data, list) and all(isinstance(part, (tuple, list)) for part in data)
+    if len(data) != 2 or items:
+        raise ValueError(
+            f"data must be two tensors (x, y), got a {type(data).__name__} of {len(data)} "
+            f"{'items' if items else 'parts'}; a list of items (x, y) takes a collate_fn, such as "
+            "collate_fn=torch.utils.data.default_collate, or is made into two tensors"
+        )
+    x, y = data
+    checks.check_data(x, y, n)
+    return Tensors(x, y)
+
+
 def examples_of(
     data: Any,
     n: int | None = None,
@@ -166,8 +180,8 @@ def examples_of(
             arrays) nor a map-style data set, or of another n; for a `collate_fn` of what is no data
             set.
     """
-    # already, such as persons
-    examples = all(hasattr(data, name) for name in ("rows", "part", "probe", "seen"))
+    # Already, such as persons. The class is asked: to ask `data` itself would read its probe.
+    examples = all(hasattr(type(data), name) for name in ("rows", "part", "probe", "seen"))
     tensors = (
         isinstance(data, (tuple, list))
         and len(data) == 2
@@ -203,14 +217,7 @@ def examples_of(
         and isinstance(data, (tuple, list))
         and not (data and isinstance(data[0], Mapping))
     ):
-        if len(data) != 2:
-            raise ValueError(
-                f"data must be two tensors (x, y), got {len(data)} parts; a list of items takes a "
-                "collate_fn"
-            )
-        x, y = data
-        checks.check_data(x, y, n)
-        return Tensors(x, y)
+        return _tensors_of(data, n)
     if not _is_map(data):
         raise ValueError(
             "data must be two tensors (x, y) or a map-style data set with a length, got a "

@@ -305,7 +305,7 @@ class TrainingLoop:
         self.seed = seed if seed is None else _checks.seed("seed", seed)
         # What the model itself draws goes by places in a batch, which are as secret as the draws.
         self.forward_seed = secrets.randbits(256) if self.seed is None else self.seed
-        self.device = torch.device(next(model.parameters()).device if device is None else device)
+        self.device = checks.training_device(model, device)
         model.to(self.device)
         self.examples, self.loss = examples.to(self.device), loss
         self.keeping = {"model": model, "loss": loss}  # no pass may change a tensor of either
@@ -423,6 +423,8 @@ class TrainingLoop:
         """How to clip, proved for the state that the model is in."""
         checks.check_model(model)
         x, y = self.examples.probe
+        if isinstance(self.examples, Tensors):  # whose targets are all at hand
+            checks.check_targets(self.network, self.loss, x, y)
         self.method = clipping.resolve_method(
             self.network, self.loss, x, y, self.asked, self.precision, float64=self.float64
         )

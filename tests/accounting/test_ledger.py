@@ -6,6 +6,7 @@ import math
 import dp_accounting
 import mpmath
 import numpy as np
+import opacus
 import pytest
 import torch
 from dp_accounting import dp_event
@@ -423,6 +424,13 @@ def test_selection_of_pure_mechanisms_is_three_times_one():
         (lambda: TWO.trade_off(1.5), "false_positive_rate"),
         (lambda: TWO.mu(least=0.5), "least"),
         (lambda: Ledger.from_opacus([1, 2]), "history"),
+        (lambda: Ledger().add(opacus.accountants.RDPAccountant()), "Ledger.from_opacus"),
+        (
+            lambda: Ledger([LedgerEntry(Gaussian(1.0), people=[0, 1])]).add(
+                IndividualAccountant(1, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
+            ),
+            r"people=range\(1\)\).add\(second, people=range\(2\)\)",
+        ),
         (lambda: Ledger.from_json("{"), "source"),
         (lambda: Ledger().to_json(5), "path"),
         (lambda: Ledger().add(Gaussian(10.0), people=[10**12]), "people"),
@@ -440,6 +448,15 @@ def test_selection_of_pure_mechanisms_is_three_times_one():
 def test_what_is_wrong_is_refused_by_name(wrong, name):
     with pytest.raises(ValueError, match=name):
         wrong()
+
+
+def test_an_accountant_of_opacus_is_taken_by_its_history():
+    accountant = opacus.accountants.RDPAccountant()
+    for noise in (1.0, 1.0, 1.2):
+        accountant.step(noise_multiplier=noise, sample_rate=0.01)
+    found = Ledger.from_opacus(accountant)
+    assert found == Ledger.from_opacus(accountant.history)
+    assert found.items == (SampledGaussian(0.01, 1.0, 2), SampledGaussian(0.01, 1.2, 1))
 
 
 def test_entries_of_one_key_are_refused_and_the_name_of_a_key_comes_back_from_json():

@@ -3,6 +3,7 @@ import copy
 import inspect
 import io
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -1003,6 +1004,10 @@ def test_bad_input_is_refused_by_name():
     refuses(private, {}, target_delta=[1.0], max_grad_norm=[0.0], noise_generator=[5])
     refuses(private, {}, batch_first=["a"], prove=["x"], trust_loss=["x"], wrap_model=[None])
     refused("data_loader", check_loader, 5)
+    refused("data_loader must .* empty", check_loader, DataLoader(TensorDataset(torch.zeros(0, 4))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a delta that is none there is nothing to warn of
+        refuses(private, {}, target_delta=[2.0])
     refuses(private, {"method": "combined"}, sample_weight=[None])
 
 

@@ -223,6 +223,12 @@ def test_bad_norms_and_calls_are_refused():
     refuses(filter.clip_norms, {}, norms=[[0.1], [-0.1, 0.1], [math.nan, 0.1], "a", None])
     refuses(filter.record, dict(levels=LEVELS[:2], steps=1), levels=["a", None], steps=["a", 1e300])
     assert (filter.spent == 0).all()
+    within = ExactFilter(2, **FILTER | {"steps": 5}, budget=20, block=4)
+    for _ in range(7):  # within blocks, and beyond the last step
+        within.clip_norms([0.1, 0.1])
+        spent = within.spent
+        refuses(within.clip_norms, {}, norms=[[0.1], [-0.1, 0.1], [math.nan, 0.1], "a"])
+        assert torch.equal(within.spent, spent)
     refuses(filter.epsilon, dict(delta=0.1), delta=[1.0], spent=[1e300, "a"])
     given = dict(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.1, levels=LEVELS, steps=9)
     refused("exactly one", calibrate_filter, **given)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dpcompanion._devices import whole_convolutions
@@ -493,12 +494,40 @@ class Column:
         ((X.numpy(), Y.numpy()), r"use torch\.as_tensor$"),
         ((X, (Y, Y)), "torch.stack.*mappings"),
         (torch.utils.data.TensorDataset(X, Y, Y), "got a tuple of 3 parts"),
+        (list(zip(X, Y)), "collate_fn=torch.utils.data.default_collate, or .* two tensors"),
+        (list(zip(X, Y))[:2], "got a list of 2 items.*default_collate"),
     ],
 )
 def test_data_of_another_form_are_refused_with_advice_that_helps(data, advice):
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     refused(advice, train, model, cross_entropy, data, PLAN, optimizer=optimizer, progress=False)
+
+
+@pytest.mark.parametrize("row", [0, 1, len(Y) - 1])
+@pytest.mark.parametrize("target", [3, 7, -1, -99])
+def test_a_target_of_a_class_without_an_output_is_refused_by_its_row(row, target):
+    y = Y.clone()
+    y[row] = target
+    words = rf"targets must lie in \[0, 3\), got {target} in row {row}"
+    refused(words, fit, nn.Linear(4, 3), y=y)
+
+
+def test_targets_that_cross_entropy_takes_are_taken():
+    ignored = torch.where(torch.arange(len(Y)) == 1, -100, Y)
+    for y in (ignored, Y.to(torch.uint8), F.one_hot(Y, 3).float()):
+        fit(nn.Linear(4, 3), y=y)
+
+
+def test_training_is_refused_in_inference_mode_and_without_numbers():
+    model = nn.Linear(4, 3)
+    with torch.inference_mode():
+        refused("outside of torch.inference_mode", fit, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = model, cross_entropy, (X, Y), PLAN
+    refused("device must hold numbers", train, *run, optimizer=optimizer, device="meta")
+    assert model.weight.device.type == "cpu"
+    refused("model must hold numbers", fit, nn.Linear(4, 3, device="meta"))
 
 
 def test_a_loss_whose_shapes_broadcast_is_refused_with_a_hint():

@@ -361,10 +361,13 @@ TARGET = dict(n=600, max_grad_norm=1.0, delta=1e-4)
 @pytest.mark.parametrize("target", ["target_epsilon", "target_epsilons"])
 def test_what_a_plan_is_made_for_is_checked_by_name_before_the_search(target, monkeypatch):
     monkeypatch.setattr(plan_module, "find_noise_multiplier", None)
+    monkeypatch.setattr("dpcompanion.idp.sample_parameters", None)
     make = DPSGDPlan.for_epsilon if target == "target_epsilon" else DPSGDPlan.for_epsilons
     run = dict(batch_size=50, epochs=3, **TARGET)
     bad = dict(delta=[0, 1], max_grad_norm=[0, [1.0] * 600], unit=[""], n=[0])
-    refuses(make, run | {target: 2.0}, **bad)
+    bad |= dict(relation=["replace-one"], arithmetic=["decimal"], parameters=[3])
+    refuses(make, run | {target: 2.0}, expected_batch_size=[0], **bad)
+    refused("parameters must be given", make, **run, **{target: 2.0}, arithmetic="float")
     with pytest.raises(ValueError, match="for_epsilons") as found:
         DPSGDPlan.for_epsilon([1.0] * 600, **run)
     assert len(str(found.value)) < 300

@@ -4,12 +4,13 @@ example at a time, and what mixes examples on the way into a batch is refused.
 
 import dataclasses
 import random
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from dpcompanion.training import (
@@ -314,6 +315,15 @@ def mixing(outputs, batch):
     return losses / losses.detach().mean()
 
 
+def packed(rows):
+    return pack_sequence([row["ids"] for row in rows], enforce_sorted=False)
+
+
+class Pair(NamedTuple):
+    inputs: Any
+    targets: Any
+
+
 @pytest.mark.parametrize(
     "options, word",
     [
@@ -323,6 +333,10 @@ def mixing(outputs, batch):
         ({"collate_fn": lambda rows: padded(rows) | {"text": ["a"] * len(rows)}}, "text"),
         ({"collate_fn": lambda rows: padded(rows)["ids"]}, "collate_fn"),
         ({"collate_fn": lambda rows: padded(rows[:1])}, "examples first"),
+        ({"collate_fn": lambda rows: (packed(rows), padded(rows))}, "collate_fn .*PackedSequence"),
+        ({"collate_fn": packed}, "collate_fn .*PackedSequence"),
+        ({"collate_fn": lambda rows: Pair(padded(rows), 1)}, "collate_fn"),
+        ({"collate_fn": None}, "data must have items .*; give a collate_fn, which pads"),
         ({"collate_fn": padded, "people": range(N)}, "at_most"),
         ({"collate_fn": padded, "at_most": 2}, "people"),
         ({"collate_fn": padded, "people": range(3), "at_most": 2}, "people"),
