@@ -135,9 +135,7 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         rows = None if people is None else by_person(x, targets, people, at_most=at_most)
         n = len(x) if rows is None else len(rows)
         persons = None if rows is None else rows.persons
-        budgets = (
-            budgets_for(self.epsilon, n) if budgets is None else _budgets(budgets, n, persons)
-        )
+        budgets = budgets_for(self.epsilon, n) if budgets is None else _budgets(budgets, n, persons)
         scales = self.lower is not None
         share = SHARE if scales else 0.0
         unit = "person" if rows is not None and self.unit == "example" else self.unit
