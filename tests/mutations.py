@@ -433,8 +433,8 @@ FAULTS = (
     fault(
         "a vote moves one class",
         "pate.py",
-        "return PateParameters(math.sqrt(2 * queries) / mean, reach / mean)",
-        "return PateParameters(math.sqrt(queries) / mean, reach / mean)",
+        "noise_std = math.sqrt(2 * queries) / mean",
+        "noise_std = math.sqrt(queries) / mean",
         "test_pate.py::test_moving_a_groups_vote_changes_the_label_by_no_more_than_is_said",
         "test_pate.py::test_queries_cost_what_as_many_gaussian_mechanisms_cost",
     ),

@@ -275,9 +275,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         units = self._check(module, optimizer, data_loader, grad_sample_mode, settings)
         n, length = units.n, units.steps_per_epoch
         epochs = _checks.whole_number("epochs", epochs, 1)
-        budgets = budgets_for(
-            target_epsilons, n, persons=None if units.ownership is None else units.ownership.persons
-        )
+        budgets = budgets_for(target_epsilons, n, persons=getattr(units.ownership, "persons", None))
         max_grad_norm, shares = clip_norms_of(max_grad_norm, clipping, module)
         streams, origin = sources(
             data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode

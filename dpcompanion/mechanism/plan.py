@@ -261,7 +261,7 @@ class DPSGDPlan:
                 f"{target_epsilon!r:.80}"
             )
         _relation_and_divisor(relation, expected_batch_size)
-        parameters = _number_of_parameters(arithmetic, parameters)
+        counted = _number_of_parameters(arithmetic, parameters)
         noise_multiplier = find_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=_left_of(delta, arithmetic),
@@ -271,7 +271,7 @@ class DPSGDPlan:
         )
         if arithmetic == "float":
             noise_multiplier = floats.least_noise(
-                noise_multiplier, max_grad_norm, n=n, parameters=parameters
+                noise_multiplier, max_grad_norm, n=n, parameters=counted
             )
         return cls(
             n=n,
@@ -283,7 +283,7 @@ class DPSGDPlan:
             expected_batch_size=expected_batch_size,
             relation=relation,
             arithmetic=arithmetic,
-            parameters=parameters,
+            parameters=counted,
             accountant=accountant,
             unit=unit,
         )
@@ -355,7 +355,7 @@ class DPSGDPlan:
         if batch_size is not None or len(budgets) > 1:
             relation = _zero_out(relation, "rates or noise are made from n or several budgets")
         _relation_and_divisor(relation, expected_batch_size)
-        parameters = _number_of_parameters(arithmetic, parameters)
+        counted = _number_of_parameters(arithmetic, parameters)
         rates, norms = sample_rate, max_grad_norm
         run = {"sample_rate": sample_rate, "steps": steps, "accountant": accountant}
         run["target_delta"] = _left_of(delta, arithmetic)
@@ -367,9 +367,7 @@ class DPSGDPlan:
             scaled = scale_parameters(budgets, counts, max_grad_norm=max_grad_norm, **run)
             noise_multiplier, norms = scaled.noise_multiplier, scaled.max_grad_norms[which]
         if arithmetic == "float":
-            noise_multiplier = floats.least_noise(
-                noise_multiplier, norms, n=n, parameters=parameters
-            )
+            noise_multiplier = floats.least_noise(noise_multiplier, norms, n=n, parameters=counted)
         return cls(
             n=n,
             sample_rate=rates,
@@ -380,7 +378,7 @@ class DPSGDPlan:
             expected_batch_size=expected_batch_size,
             relation=relation,
             arithmetic=arithmetic,
-            parameters=parameters,
+            parameters=counted,
             accountant=accountant,
             unit=unit,
         )
@@ -560,7 +558,7 @@ class DPSGDPlan:
             f"{self.accountant}{counted}."
         )
 
-    def mechanism_in_words(self, steps):
+    def mechanism_in_words(self, steps: int) -> str:
         """Of `statement` what holds for every delta and accountant: relation, constants, sampler,
         `steps` and noise.
         """

@@ -332,11 +332,7 @@ class TrainingLoop:
         self.called = {name: prefix + name for name in self.parameters}
         self.prove(model)
         self.examples.prove(model, loss)
-        # A scheduler keeps the rate that it began with as initial_lr, and may change others, such
-        # as the momentum: those are compared as the optimizer's defaults have them.
-        groups = optimizer.param_groups
-        rates = [float(group.get("initial_lr", group.get("lr", 0))) for group in groups]
-        self.begun_with = [type(optimizer).__name__, *rates, _numbers_of(optimizer.defaults)]
+        self.begun_with = _begun_with(optimizer)
         self.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
         #: The plan, with a word for its examples: histories speak by it.
         self.stated = described(plan, self.examples)
@@ -831,6 +827,16 @@ class TrainingLoop:
 def _has_ended(content, plan):
     """Whether the checkpoint is of a run that takes no further step."""
     return content["step"] == plan.steps or content["history"].get("stopped", False)
+
+
+def _begun_with(optimizer):
+    """What is compared of an optimizer: a scheduler keeps the rate that it began with as
+    initial_lr, and may change others, such as the momentum, which are compared as the defaults
+    have them.
+    """
+    groups = optimizer.param_groups
+    rates = [float(group.get("initial_lr", group.get("lr", 0))) for group in groups]
+    return [type(optimizer).__name__, *rates, _numbers_of(optimizer.defaults)]
 
 
 def _numbers_of(defaults):
