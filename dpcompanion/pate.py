@@ -30,7 +30,13 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._types import Array
-from dpcompanion.accounting import gaussian_epsilon, gaussian_mu
+from dpcompanion.accounting import (
+    Gaussian,
+    LedgerEntry,
+    PersonalCosts,
+    gaussian_epsilon,
+    gaussian_mu,
+)
 from dpcompanion.mechanism.noise import gaussian_noise
 from dpcompanion.mechanism.secure import MOST_CELLS, SecureStream, grid_of, snapped
 
@@ -58,6 +64,37 @@ class PateParameters:
             / self.noise_std,
             delta,
         )
+
+    def ledger_entry(self, *, queries: int, groups: Array | None = None) -> LedgerEntry:
+        """What so many labels cost, for `accounting.Ledger.add`: at most what they cost the group
+        with the largest weight; and with `groups`, (n,) from 0, the group of each example, what
+        they cost its own. Neighbours: add or remove one example.
+
+        Raises:
+            ValueError: queries that are no whole number above 0, or groups without a weight.
+
+        >>> from dpcompanion.accounting import Ledger
+        >>> found = weighted_parameters([1.0, 3.0], [1, 1], target_delta=1e-5, queries=100)
+        >>> entry = found.ledger_entry(queries=100, groups=[0, 0, 1])
+        >>> [round(epsilon, 4) for epsilon in Ledger([entry]).epsilons(1e-5).tolist()]
+        [1.0, 1.0, 3.0]
+        """
+        queries = _checks.whole_number("queries", queries, 1)
+        costs = [
+            Gaussian(self.noise_std / (math.sqrt(2) * weight), queries)
+            for weight in self.weights.tolist()
+        ]
+        worst = costs[int(self.weights.argmax())]
+        if groups is None:
+            return LedgerEntry(worst)
+        groups = _checks.tensor("groups", groups)
+        _checks.in_interval("groups", groups, 0, len(costs) - 1)
+        if groups.ndim != 1 or groups.is_floating_point():
+            raise ValueError(
+                "groups must be whole numbers, one for each example, got shape "
+                f"{tuple(groups.shape)} of {groups.dtype}"
+            )
+        return LedgerEntry(worst, promised=PersonalCosts.each(costs, groups))
 
 
 def weighted_parameters(

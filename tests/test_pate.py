@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import math
 
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpcompanion import pate
-from dpcompanion.accounting import compute_epsilon
+from dpcompanion.accounting import Ledger, compute_epsilon
 from dpcompanion.mechanism.secure import SecureStream, grid_of
 
 from .refusals import refuses
@@ -34,6 +35,25 @@ def test_queries_cost_what_as_many_gaussian_mechanisms_cost():
         assert compute_epsilon(
             sample_rate=1, noise_multiplier=noise_multiplier, steps=300, delta=1e-6
         ) == pytest.approx(budget, rel=1e-6)
+
+
+def test_a_ledger_charges_each_example_what_labels_cost_its_group():
+    found = pate.weighted_parameters([1.0, 2.5], [3, 1], target_delta=1e-6, queries=300)
+    entry = found.ledger_entry(queries=300, groups=torch.tensor([1, 0, 0, 1]))
+    for epsilon in (Ledger([entry]).epsilon(1e-6), Ledger([entry]).epsilons(1e-6).max()):
+        assert float(epsilon) == pytest.approx(2.5, rel=1e-6)
+    assert Ledger([entry]).epsilons(1e-6).tolist() == pytest.approx([2.5, 1, 1, 2.5], rel=1e-6)
+    whole = found.ledger_entry(queries=300)
+    assert whole.promised is None and whole.item == entry.item
+    twice = Ledger([entry, dataclasses.replace(entry, label="again")])
+    again = found.epsilons(1e-6, queries=600)
+    assert twice.epsilons(1e-6)[:2].tolist() == pytest.approx(again.flip(0).tolist(), rel=1e-6)
+    refuses(
+        found.ledger_entry,
+        dict(queries=300),
+        queries=[0, 1.5],
+        groups=[[2], [-1], [0.5], [[0, 1]], "a"],
+    )
 
 
 def log_chances(histogram, noise_std):
