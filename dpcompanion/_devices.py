@@ -17,13 +17,13 @@ def on_accelerator(tensor):
     return tensor.device.type != "cpu"
 
 
-class Noted:
+class DeferredErrors:
     """What is wrong in input that lies on an accelerator, noted there until somebody asks.
 
-    >>> noted = Noted(torch.device("cpu"))
-    >>> noted.replace(torch.tensor([False, True]), torch.tensor([1.0, -2.0]), instead=0.0)
+    >>> errors = DeferredErrors(torch.device("cpu"))
+    >>> errors.replace(torch.tensor([False, True]), torch.tensor([1.0, -2.0]), instead=0.0)
     tensor([1., 0.])
-    >>> noted.anything
+    >>> errors.anything
     True
     """
 

@@ -6,9 +6,9 @@ import torch
 
 from dpcompanion import _checks, accounting
 from dpcompanion._norms import raised
+from dpcompanion._rounding import epsilons_in_words
 from dpcompanion.idp.parameters import rdp_epsilons
 from dpcompanion.mechanism.plan import DPSGDPlan
-from dpcompanion.training.callbacks import rounded_up
 
 
 class FixedBudgets:
@@ -105,7 +105,7 @@ class FixedBudgets:
             if steps in (0, self.planned)
             else self.epsilons(steps, self._target_delta)
         )
-        return f"Epsilon at most {rounded_up(found)}."
+        return f"Epsilon at most {epsilons_in_words(found)}."
 
     def ledger_entry(self, steps, delta):
         """What the run counts as in a ledger."""
@@ -198,7 +198,7 @@ class FilteredBudgets:
         promised = (
             at_each
             if delta is None
-            else f"epsilon {rounded_up(self.epsilons(steps, delta))} at delta {delta:g}"
+            else f"epsilon {epsilons_in_words(self.epsilons(steps, delta))} at delta {delta:g}"
         )
         return f"By its filter ({type(self._filter).__name__}) it promised beforehand {promised}."
 

@@ -60,7 +60,7 @@ class LossWatch:
     Args:
         hooks: what Opacus made of the module; watched: what the loop calls.
         noted: the data set that notes what it handed out, with the batch that was made of it
-            (`Noted`).
+            (`IndexRecorder`).
         loss_reduction: as in the engine.
         busy: called, it says whether a proof is under way, whose passes are none of the loop's.
         own_loss: called, it says what the proof has against a number that the module itself puts

@@ -13,7 +13,7 @@ import math
 import torch
 
 from dpcompanion import _checks
-from dpcompanion._devices import Noted, to_device
+from dpcompanion._devices import DeferredErrors, to_device
 from dpcompanion.accounting import Guarantee, LedgerEntry, PersonalCosts
 
 
@@ -26,11 +26,13 @@ class PrivacyFilter:
     #: The delta at which the targets are meant that the budgets were made from; None where budgets
     #: were given.
     target_delta: float | None = None
+    #: The checkpoint of the run that it pays for, if a run with one took it.
+    pays_for: str | None = None
 
     def __init__(self, n, *, device):
         self.n = _checks.whole_number("n", n, 1, _checks.MOST_EXAMPLES)
         self.device = torch.device("cpu" if device is None else device)
-        self._noted = Noted(self.device)  # norms out of range
+        self._deferred = DeferredErrors(self.device)  # norms out of range
 
     def epsilon(self, delta: float) -> torch.Tensor:
         """What is promised to each example at `delta`, (n,) float64."""
@@ -67,14 +69,14 @@ class PrivacyFilter:
         if norms.shape != (self.n,):
             raise ValueError(f"norms must have shape ({self.n},), got {tuple(norms.shape)}")
         wrong = ~((norms >= 0) & (norms <= most * (1 + slack)))  # nor for NaN
-        if self._noted.away(norms):
-            norms = self._noted.replace(wrong, norms, instead=math.inf)
+        if self._deferred.away(norms):
+            norms = self._deferred.replace(wrong, norms, instead=math.inf)
         elif bool(wrong.any()):
             _checks.in_interval("norms", norms, 0, most)
         return to_device(norms, self.device)
 
     def _check_nothing_refused(self):
-        if self._noted.anything:
+        if self._deferred.anything:
             raise ValueError(
                 "norms must be at least 0, and for a RenyiFilter at most max_grad_norm, but some "
                 "that the filter was given on the device were not"

@@ -365,7 +365,7 @@ class ExactFilter(PrivacyFilter):
         left = self._budget - self._spent
         # Mostly every example can pay. On an accelerator asking takes longer than to look for what
         # each can pay.
-        if not self._noted.away(wanted) and bool((self._cost_of(wanted) <= left).all()):
+        if not self._deferred.away(wanted) and bool((self._cost_of(wanted) <= left).all()):
             return wanted
         places = torch.arange(len(self._norms), device=self.device)
         fits = (self._costs <= left[:, None]) & (places <= wanted[:, None])

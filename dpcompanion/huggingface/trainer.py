@@ -18,13 +18,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainingArguments
 
 from dpcompanion import _checks, _files
+from dpcompanion._rounding import epsilons_in_words
 from dpcompanion.accounting import LedgerEntry
 from dpcompanion.gradients.checks import check_alone
 from dpcompanion.huggingface.losses import per_example_loss
 from dpcompanion.huggingface.privacy import PersonalPrivacy
 from dpcompanion.huggingface.rows import collator_of, column_of, with_decoder_inputs
 from dpcompanion.training import DPSGDPlan, History, NormTracker, Performance, Track
-from dpcompanion.training.callbacks import promised, rounded_up
+from dpcompanion.training.callbacks import promised
 from dpcompanion.training.checkpoints import key_file, note_seeds, read_checkpoint, read_keys
 from dpcompanion.training.collating import Reader, call
 from dpcompanion.training.loop import TAKEN_OVER, TrainingLoop
@@ -116,7 +117,7 @@ def _check(args, train_dataset, privacy, options):
         )
 
 
-def _noted(folder):
+def _read_card(folder):
     """The card in a folder, {} where there is none."""
     try:
         found = json.loads((folder / CARD).read_text(encoding="utf-8"))
@@ -131,7 +132,7 @@ def _note(folder, card):
 
 def _finished_runs(folder):
     """The names of runs that have finished, as the card in a folder notes them."""
-    known = _noted(folder).get("finished_runs")
+    known = _read_card(folder).get("finished_runs")
     return [str(name) for name in known] if isinstance(known, list) else []
 
 
@@ -342,7 +343,7 @@ class PersonalTrainer(Trainer):
         finished = _finished_runs(folder)
         try:
             if self.taken == self.plan.steps and self._run_name not in finished:
-                _note(folder, _noted(folder) | {"finished_runs": [*finished, self._run_name]})
+                _note(folder, _read_card(folder) | {"finished_runs": [*finished, self._run_name]})
             for key in folder.glob(f"checkpoint-*/{key_file(STATE)}"):
                 key.unlink(missing_ok=True)
         except OSError as error:
@@ -419,7 +420,7 @@ class PersonalTrainer(Trainer):
             )
         loop.step()
         if loop.run.step % self._steps_per_epoch == 0 or loop.run.step == self.plan.steps:
-            loop.look_at_later()
+            loop.run_deferred_checks()
             loop.count_dropped()
         return loop.run.history.losses[loop.run.step - 1].to(self.args.device, torch.float32)
 
@@ -529,7 +530,7 @@ class PersonalTrainer(Trainer):
         if self._loop.ready:
             raise ValueError("a checkpoint must be saved after the optimizer's step, not before")
         super()._save_rng_state(output_dir)
-        self._loop.look_at_later()
+        self._loop.run_deferred_checks()
         self._loop.count_dropped()
         self._loop.write(os.path.join(output_dir, STATE), run=self._run_name)
 
@@ -661,14 +662,14 @@ class PersonalTrainer(Trainer):
             f"Trained with DP-SGD. The unit of privacy is one {card['unit']}: each step clips the "
             f"gradient of all data of one (at most {card['rows_at_most']} of their rows) to one "
             f"norm. Every {card['unit']} has epsilon at most "
-            f"{rounded_up(card['epsilon_of_planned_steps'])} at delta {card['delta']:g}.",
+            f"{epsilons_in_words(card['epsilon_of_planned_steps'])} at delta {card['delta']:g}.",
             "",
             card["statement"],
         ]
         if card["by_budget"]:
             lines += ["", f"| epsilon | {card['unit']}, how many |", "|--:|--:|"]
             lines += [
-                f"| {rounded_up(each['epsilon'])} | {each['persons']} |"
+                f"| {epsilons_in_words(each['epsilon'])} | {each['persons']} |"
                 for each in card["by_budget"]
             ]
         return "\n".join([*lines, "", f"Not covered: {card['not_covered']}.", ""])

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from dpcompanion import _checks
-from dpcompanion._devices import Noted, to_device
+from dpcompanion._devices import DeferredErrors, to_device
 from dpcompanion._norms import margin
 
 MOST = 2**31 - 1  # steps that a count can hold
@@ -45,7 +45,7 @@ class NormHistory:
         self.device = torch.device("cpu" if device is None else device)
         # The most steps that were recorded of any example; None where the device has to be asked.
         self._most = 0
-        self._noted = Noted(self.device)  # what was recorded and cannot be
+        self._deferred = DeferredErrors(self.device)  # what was recorded and cannot be
         self._steps = torch.zeros(self.n, dtype=torch.int64, device=self.device)  # of each example
 
     @property
@@ -66,8 +66,8 @@ class NormHistory:
             raise ValueError(f"norms must have shape ({count},), got {tuple(norms.shape)}")
         share = to_device(norms.detach(), self.device).to(torch.float64) / self.max_grad_norm
         here = norms if norms.device.type == "cpu" else share
-        if self._noted.away(here):
-            share = self._noted.replace(~((share >= 0) & (share < math.inf)), share, instead=1.0)
+        if self._deferred.away(here):
+            share = self._deferred.replace(~((share >= 0) & (share < math.inf)), share, instead=1.0)
         elif here.numel() and not (here.min() >= 0 and here.max() < math.inf):  # nor for NaN
             _checks.in_interval("norms", norms, 0, math.inf, closed="left")
         if norms.dtype != torch.float64:
@@ -87,9 +87,9 @@ class NormHistory:
                 f"examples must be indices of shape (m,), got {tuple(examples.shape)} "
                 f"{examples.dtype}"
             )
-        if self._noted.away(examples):
+        if self._deferred.away(examples):
             beyond = (examples < 0) | (examples >= self.n)
-            examples = self._noted.replace(beyond, examples, instead=0)
+            examples = self._deferred.replace(beyond, examples, instead=0)
         elif count and not (examples.min() >= 0 and examples.max() < self.n):
             _checks.in_interval("examples", examples, 0, self.n, closed="left")
         # It may wait, and the caller's may change meanwhile.
@@ -104,8 +104,8 @@ class NormHistory:
             return torch.full((), number, dtype=torch.int64, device=self.device).expand(count)
         # Larger ones than a count can hold must not be added up: sums of 64 bits wrap around, too.
         whole = not (_checks.real("steps", steps).is_floating_point() or steps.dtype == torch.bool)
-        if self._noted.away(steps) and steps.shape == (count,) and whole:
-            steps = self._noted.replace((steps < 0) | (steps > MOST), steps, instead=0)
+        if self._deferred.away(steps) and steps.shape == (count,) and whole:
+            steps = self._deferred.replace((steps < 0) | (steps > MOST), steps, instead=0)
         elif (
             steps.shape != (count,)
             or not whole
@@ -118,7 +118,7 @@ class NormHistory:
         return to_device(steps.to(torch.int64, copy=True), self.device)
 
     def _check_nothing_refused(self):
-        if self._noted.anything:
+        if self._deferred.anything:
             raise ValueError(
                 f"norms must lie in [0, inf), steps be whole numbers that add up to at most {MOST} "
                 f"for an example, and examples lie in [0, {self.n}), but some that were recorded "
@@ -133,7 +133,7 @@ class NormHistory:
         else:
             self._steps.index_add_(0, examples, steps)
         if self.device.type != "cpu":
-            self._noted.note(self._steps > MOST)
+            self._deferred.note(self._steps > MOST)
             self._most = None
             return
         most = int(self._steps[rows].max())

@@ -33,7 +33,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpcompanion import _checks
-from dpcompanion._devices import on_accelerator, to_device
+from dpcompanion._devices import forked_rng, on_accelerator, to_device
 from dpcompanion._progress import bar
 from dpcompanion._types import Device
 from dpcompanion.gradients import checks, clipping, independence, states, sums, traces
@@ -182,8 +182,6 @@ def train(
     """
     with distributed.joined() as ranks:
         callbacks, checkpoint = check_extras(callbacks, checkpoint)
-        if microbatch_size is not None:
-            _checks.whole_number("microbatch_size", microbatch_size, 1)
         loop = TrainingLoop(
             model,
             loss,
@@ -254,7 +252,7 @@ def _take_steps(loop, callbacks, checkpoint, ranks, progress):
                     run.stopping = ranks.any(run.stopping)
                 if run.step % plan.steps_per_epoch == 0 or run.step == plan.steps or run.stopping:
                     loop.end_epoch(callbacks.on_epoch)
-                checks.check_plan(run.plan, plan, loop.planned)
+                checks.check_plan(run.plan, plan, loop.plan_numbers)
             if run.stopping:
                 loop.end_early()
             advance()
@@ -290,7 +288,7 @@ class TrainingLoop:
         generator_device: str | torch.device = "cpu",
     ):
         """Many arguments, since it takes what `train` takes, and checks it before any work."""
-        self.asked, self.precision = performance.method, performance.precision
+        self.asked_method, self.precision = performance.method, performance.precision
         self.microbatch_size, device = performance.microbatch_size, performance.device
         if not isinstance(plan, DPSGDPlan):
             raise ValueError(f"plan must be a DPSGDPlan, got {plan!r}")
@@ -308,7 +306,8 @@ class TrainingLoop:
         self.device = checks.training_device(model, device)
         model.to(self.device)
         self.examples, self.loss = examples.to(self.device), loss
-        self.keeping = {"model": model, "loss": loss}  # no pass may change a tensor of either
+        # No pass may change a tensor of either.
+        self.watched_modules = {"model": model, "loss": loss}
         if not isinstance(trackers, Iterable):
             raise ValueError(f"trackers must be a list of them, got a {type(trackers).__name__}")
         own = tracker_of(track, filter, plan, model, loss, data, performance)
@@ -323,42 +322,44 @@ class TrainingLoop:
         self.generators = noise.generators(seed, generator_device)
         self.sampler = plan.sampler(self.generators["sampling"])
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.numbers = sum(p.numel() for p in self.parameters.values())
+        self.parameter_count = sum(p.numel() for p in self.parameters.values())
         self.dtype = next(iter(self.parameters.values())).dtype
         self.modes = {module: module.training for module in model.modules()}
         self.float64 = self.counts_floats(plan)
         self.network, self.loss = self.examples.seen(model, loss)
         prefix = "" if self.network is model else "model."
-        self.called = {name: prefix + name for name in self.parameters}
+        self.network_names = {name: prefix + name for name in self.parameters}
         self.prove(model)
         self.examples.prove(model, loss)
-        self.begun_with = _begun_with(optimizer)
+        self.optimizer_settings = _settings_of(optimizer)
         self.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
         #: The plan, with a word for its examples: histories speak by it.
-        self.stated = described(plan, self.examples)
+        self.described_plan = described(plan, self.examples)
         history = History(
             torch.full((plan.steps,), math.nan, dtype=torch.float64, device=self.device),
             torch.zeros(plan.steps, dtype=torch.int64, device=self.device),
             seed=self.seed,
-            guarantee=self.stated.statement(steps=0),
+            guarantee=self.described_plan.statement(steps=0),
             precision=self.precision or str(self.dtype).removeprefix("torch."),
-            plan=self.stated,
+            plan=self.described_plan,
             tracker=own,
             persons=getattr(self.examples, "persons", None),
         )
-        self.plan, self.planned = plan, checks.numbers_of(plan)
+        self.plan, self.plan_numbers = plan, checks.numbers_of(plan)
         self.run = Run(plan, model, optimizer, history)
-        self.looked = False  # whether a step was seen to leave no trace, by values of parameters
-        self.later = {}  # what was seen of that on a device, to be looked at when there is time
+        # Whether a step was seen to leave no trace, by values of parameters; and what was seen of
+        # that on a device, to be looked at when there is time.
+        self.compared_by_value, self.pending_checks = False, {}
         self.stepping = False
 
     def counts_floats(self, plan):
         """Whether the plan counts what floats do: of as many parameters, and of secret noise."""
         counts = plan.arithmetic == "float"
-        if counts and (self.seed is not None or self.numbers != plan.parameters):
+        if counts and (self.seed is not None or self.parameter_count != plan.parameters):
             raise ValueError(
                 "plan with arithmetic='float' must have as many parameters as the model, "
-                f"{self.numbers}, and takes no seed, got {plan.parameters} and seed {self.seed}"
+                f"{self.parameter_count}, and takes no seed, got {plan.parameters} and seed "
+                f"{self.seed}"
             )
         return counts
 
@@ -378,10 +379,10 @@ class TrainingLoop:
         and whether it was for that run.
         """
         path = None if path is None else os.path.abspath(path)
-        before = [getattr(each, "_pays_for", None) for each in self.filters()]
+        before = [getattr(each, "pays_for", None) for each in self.filters()]
         for each in self.filters():
             with contextlib.suppress(AttributeError):  # of a filter of the user's own
-                each._pays_for = path
+                each.pays_for = path
         same = path is not None and all(one == path for one in before)
         return self.paid(), same
 
@@ -422,7 +423,7 @@ class TrainingLoop:
         if isinstance(self.examples, Tensors):  # whose targets are all at hand
             checks.check_targets(self.network, self.loss, x, y)
         self.method = clipping.resolve_method(
-            self.network, self.loss, x, y, self.asked, self.precision, float64=self.float64
+            self.network, self.loss, x, y, self.asked_method, self.precision, float64=self.float64
         )
         self.state = states.state_of(model)
 
@@ -446,7 +447,7 @@ class TrainingLoop:
     @contextlib.contextmanager
     def unnoticed(self):
         """Data of a data set are not drawn again, and no generator goes on."""
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+        with forked_rng(self.device):
             yield
 
     @contextlib.contextmanager
@@ -530,9 +531,11 @@ class TrainingLoop:
             total = clipping.clipped_sum(self.network, self.loss, x, y, limits[share], **passes)
         self.check_untouched(before)
         if total.mixed is not None:
-            self.note_later({"mixed": total.mixed})
+            self.defer_check({"mixed": total.mixed})
         self.prove_again()  # a model may wake up within a pass, too
-        summed = torch.cat([total.gradients[name].flatten() for name in self.called.values()])
+        summed = torch.cat(
+            [total.gradients[name].flatten() for name in self.network_names.values()]
+        )
         norms, losses = self.ranks.gathered(len(drawn), total.norms, total.losses)
         released = self.ranks.released(
             summed, lambda total: plan.noisy(total, self.generators["noise"])
@@ -541,7 +544,7 @@ class TrainingLoop:
         self.check_held()
         # counted before it is taken, lest it be taken and not counted
         at, run.step = run.step, run.step + 1
-        run.history.guarantee = self.stated.statement(steps=run.step)
+        run.history.guarantee = self.described_plan.statement(steps=run.step)
         run.history.steps = run.step
         self.take_step()
         run.norms = norms
@@ -612,8 +615,7 @@ class TrainingLoop:
         """What the model draws (dropout) depends on seed and step alone; the global generators stay
         as they were.
         """
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with forked_rng(self.device):
             seed_torch(derive_key(self.forward_seed, stream, self.run.step), self.device)
             yield
 
@@ -626,37 +628,39 @@ class TrainingLoop:
 
     def noted(self):
         """The tensors of the model, and of a loss that is a module, before a pass."""
-        values, self.looked = not self.looked, True
+        values, self.compared_by_value = not self.compared_by_value, True
         return {
             name: traces.noted(module, values=values)
-            for name, module in self.keeping.items()
+            for name, module in self.watched_modules.items()
             if isinstance(module, torch.nn.Module)
         }
 
     def check_untouched(self, before):
         """Refuse a pass that has changed what was `noted`."""
         for name, tensors in before.items():
-            found = traces.check_untouched(self.keeping[name], tensors, name=name, wait=False)
-            self.note_later(found)
+            found = traces.check_untouched(
+                self.watched_modules[name], tensors, name=name, wait=False
+            )
+            self.defer_check(found)
 
-    def note_later(self, found):
+    def defer_check(self, found):
         """What is known on the device only, {what: whether it is so}."""
         for what, so in found.items():
-            self.later[what] = self.later[what] | so if what in self.later else so
+            self.pending_checks[what] = self.pending_checks.get(what, False) | so
 
-    def look_at_later(self):
+    def run_deferred_checks(self):
         """Refuse what was noted. Waits for the device."""
-        later, self.later = self.later, {}
+        later, self.pending_checks = self.pending_checks, {}
         if later.pop("mixed", False):
             independence.refuse_loss()
         traces.check_later(later)
 
     def end_epoch(self, on_epoch):
         run, plan = self.run, self.plan
-        self.look_at_later()
+        self.run_deferred_checks()
         self.count_dropped()
         # each epoch's first step is compared by values, as its end waited for the device anyway
-        self.looked = False
+        self.compared_by_value = False
         epoch = math.ceil(run.step / plan.steps_per_epoch)
         losses = run.history.losses[(epoch - 1) * plan.steps_per_epoch : run.step]
         entry = {"epoch": epoch, "step": run.step, "loss": losses.nanmean().item()}
@@ -699,9 +703,11 @@ class TrainingLoop:
                     module.state_dict(),
                 ),
                 "loss": getattr(self.loss, "__qualname__", type(self.loss).__qualname__),
-                "optimizer": distributed.digest(self.begun_with, run.optimizer.state_dict()),
+                "optimizer": distributed.digest(
+                    self.optimizer_settings, run.optimizer.state_dict()
+                ),
                 "seed": repr(self.seed),
-                "method": self.asked,
+                "method": self.asked_method,
                 "precision": repr(self.precision),
                 "trackers": distributed.digest(trackers),
                 "callbacks": repr(
@@ -732,7 +738,7 @@ class TrainingLoop:
             "format": _FORMAT,
             "plan": self.run.plan.config(),
             "seed": self.seed,
-            "optimizer": self.begun_with,
+            "optimizer": self.optimizer_settings,
             "parameters": {name: list(p.shape) for name, p in self.parameters.items()},
             "data": self.data_digest,
         } | ({"precision": self.precision} if self.precision else {})
@@ -742,7 +748,7 @@ class TrainingLoop:
         return self.examples.digest
 
     def save(self, path):
-        self.look_at_later()
+        self.run_deferred_checks()
         self.count_dropped()
         self.check_alike()
         if self.ranks.first:
@@ -773,7 +779,7 @@ class TrainingLoop:
             self.stateful[name].load_state_dict(state)
         run, held = self.run, content["history"]
         known = {
-            "plan": self.stated,
+            "plan": self.described_plan,
             "steps": content["step"],
             "tracker": run.history.tracker,
             "persons": run.history.persons,
@@ -829,7 +835,7 @@ def _has_ended(content, plan):
     return content["step"] == plan.steps or content["history"].get("stopped", False)
 
 
-def _begun_with(optimizer):
+def _settings_of(optimizer):
     """What is compared of an optimizer: a scheduler keeps the rate that it began with as
     initial_lr, and may change others, such as the momentum, which are compared as the defaults
     have them.

@@ -10,7 +10,7 @@ from torch import nn
 from waits import Waits
 
 from dpcompanion import _checks
-from dpcompanion._devices import Noted, to_device
+from dpcompanion._devices import DeferredErrors, to_device
 from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.gradients import layers, passes, states, sums
 from dpcompanion.individual import IndividualAccountant
@@ -163,7 +163,7 @@ TRACKERS = {
 
 def there(filter):
     """A filter that was made on the processor, from now on on the meta device."""
-    filter.device = filter._noted.device = torch.device("meta")
+    filter.device = filter._deferred.device = torch.device("meta")
     for name, value in vars(filter).items():
         if isinstance(value, torch.Tensor):
             setattr(filter, name, value.to("meta"))
@@ -279,7 +279,7 @@ def test_limits_go_to_the_device_from_pinned_memory_in_the_type_of_the_norms(mon
     )
 
 
-class NotedUnseen(Noted):
+class NotedUnseen(DeferredErrors):
     def away(self, tensor):
         return True
 
@@ -289,7 +289,7 @@ class Unseen:
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self._noted = NotedUnseen(self.device)
+        self._deferred = NotedUnseen(self.device)
 
 
 class Away(Unseen, IndividualAccountant):
