@@ -82,27 +82,39 @@ def in_order(name: str, value: Any, persons: Any = None) -> Any:
     index: Any = getattr(value, "index", None)
     if not hasattr(value, "to_numpy") or not hasattr(index, "is_monotonic_increasing"):
         return value
-    values, labels = unlabelled(value), list(index)
-    counted = list(range(len(labels)))
-    names = counted if persons is None else np.asarray(persons).tolist()
-    if values.ndim != 1 or labels == names:
+    values, counted = unlabelled(value), np.arange(len(index))
+    if values.ndim != 1:
         return values
-    named = index.is_unique and len(labels) == len(names) and set(labels) == set(names)
+    if hasattr(index, "categories"):  # which have an order of their own
+        index = index.astype(index.categories.dtype)
     if persons is None:
         if index.is_unique and index.is_monotonic_increasing:
             return values
-    elif labels == counted and not named:
-        return values
-    elif labels != counted and named:
-        places = {label: place for place, label in enumerate(labels)}
-        return values[[places[each] for each in names]]
+    else:
+        places = _places(index, persons)
+        from_0 = index.dtype.kind in "iu" and np.array_equal(index, counted)
+        if places is None and from_0:
+            return values
+        if places is not None and (np.array_equal(places, counted) or not from_0):
+            return values[places]
     whose = "examples" if persons is None else "persons"
-    found = ", ".join(map(str, labels[:3])) + (" ..." if len(labels) > 3 else "")
+    found = ", ".join(map(str, index[:3])) + (" ..." if len(index) > 3 else "")
     raise ValueError(
         f"{name} must be in the order of the {whose}, which its labels {found} leave open: give "
         "the values in that order, as .to_numpy() does"
         + ("" if persons is None else ", or label them by the names of the persons")
     )
+
+
+def _places(index, persons):
+    """Where each person is in an index of pandas; None if it does not hold just their names."""
+    if not index.is_unique or len(index) != len(persons):
+        return None
+    try:
+        found = index.get_indexer(np.asarray(persons))
+    except (TypeError, ValueError):  # names of another kind
+        return None
+    return found if (found >= 0).all() else None
 
 
 def real(name: str, value: _T) -> _T:

@@ -221,6 +221,8 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
 
 def _budgets(budgets, n, persons):
     try:
+        if persons is None:  # as scikit-learn takes y
+            return budgets_for(_checks.unlabelled(budgets), n)
         return budgets_for(budgets, n, persons=persons)
     except ValueError as error:
         raise ValueError(str(error).replace("target_epsilons", "budgets")) from None

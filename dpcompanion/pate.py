@@ -110,6 +110,10 @@ def weighted_parameters(
         target_delta: in (0, 1).
         queries: number of labels T.
 
+    Raises:
+        ValueError: an argument outside its range, or a budget so small that a vote would count for
+            nothing on the grid.
+
     With mu_p the sensitivity over noise at which the Gaussian mechanism costs (eps_p, delta),
     weights are proportional to mu_p and the noise is sqrt(2 T) / \sum_p (share_p mu_p).
 
@@ -122,7 +126,14 @@ def weighted_parameters(
     mean = float(shares @ reach)
     noise_std = math.sqrt(2 * queries) / mean
     grid = _grid(noise_std)
-    return PateParameters(noise_std, (reach / mean / grid).floor() * grid)
+    weights = (reach / mean / grid).floor() * grid
+    if not bool((weights > 0).all()):
+        least = float(torch.as_tensor(target_epsilons, dtype=torch.float64).min())
+        raise ValueError(
+            "target_epsilons must leave every vote a weight, but beside the others that of "
+            f"{least:g} is less than the noise resolves: leave its teachers out"
+        )
+    return PateParameters(noise_std, weights)
 
 
 def histograms(votes: Array, weights: Array, *, classes: int) -> torch.Tensor:

@@ -85,6 +85,12 @@ def test_budgets_are_those_of_examples():
     epsilons = found.fit(x, y, budgets=budgets).ledger_.epsilons(1e-4).numpy()
     assert (epsilons <= budgets).all() and (epsilons > 0.8 * budgets).all()
     assert set(found.predict(x)) <= {"no", "yes"}
+    # of a table that was shuffled they are taken by position, as its rows are
+    pandas = pytest.importorskip("pandas")
+    shuffled = np.random.RandomState(0).permutation(300)
+    series = pandas.Series(budgets[shuffled], index=shuffled)
+    again = found.fit(x[shuffled], y[shuffled], budgets=series).ledger_.epsilons(1e-4).numpy()
+    assert (again <= budgets[shuffled]).all() and (again > 0.8 * budgets[shuffled]).all()
 
 
 def test_persons_are_the_unit_and_copies_of_their_rows_cost_nothing():

@@ -110,6 +110,18 @@ def test_budgets_of_persons_go_by_name(persons, index, found):
         assert budgets_for(given, 3, persons=names).tolist() == found
 
 
+def test_dates_are_names_and_categories_have_the_order_of_their_names():
+    days = pandas.to_datetime(["2026-03-01", "2026-01-01", "2026-02-01"])
+    given = pandas.Series(VALUES, index=days)
+    for persons in (days.sort_values().to_numpy(), list(days.sort_values())):
+        assert budgets_for(given, 3, persons=persons).tolist() == [2.0, 3.0, 1.0]
+    kinds = pandas.CategoricalIndex(list("zma"), categories=list("zma"), ordered=True)
+    grouped = pandas.Series(VALUES, index=kinds)
+    assert budgets_for(grouped, 3, persons=list("amz")).tolist() == [3.0, 2.0, 1.0]
+    with pytest.raises(ValueError, match="target_epsilons must be in the order of the examples"):
+        budgets_for(grouped, 3)
+
+
 @pytest.mark.parametrize(
     "persons, index",
     [(list("amz"), list("amx")), (list("amz"), [7, 8, 9]), ([2, 0, 1], None), ([1, 2], None)],

@@ -37,6 +37,11 @@ def test_queries_cost_what_as_many_gaussian_mechanisms_cost():
         ) == pytest.approx(budget, rel=1e-6)
 
 
+def test_a_budget_for_which_a_vote_counts_for_nothing_is_refused():
+    with pytest.raises(ValueError, match="target_epsilons must leave every vote a weight"):
+        pate.weighted_parameters([1e-9, 1e3], [1, 1], target_delta=1e-14, queries=10**6)
+
+
 def test_a_ledger_charges_each_example_what_labels_cost_its_group():
     found = pate.weighted_parameters([1.0, 2.5], [3, 1], target_delta=1e-6, queries=300)
     entry = found.ledger_entry(queries=300, groups=torch.tensor([1, 0, 0, 1]))

@@ -8,9 +8,11 @@ import dataclasses
 from collections.abc import Sized
 from typing import Any, TypedDict, cast
 
+import torch
 from torch.utils.data import default_collate
 
 from dpcompanion import _checks
+from dpcompanion.idp.groups import budgets_for
 from dpcompanion.training.collating import Reader
 from dpcompanion.training.people import Ownership, PersonItems
 
@@ -120,6 +122,14 @@ class Units:
     steps_per_epoch: int
     unit: str
     ownership: Ownership | None = None
+
+    def budgets(self, target_epsilons: Any) -> torch.Tensor:
+        """The budget of each unit (`idp.budgets_for`); a pandas Series is taken by name if they are
+        persons, else as it stands.
+        """
+        if self.ownership is None:
+            return budgets_for(_checks.unlabelled(target_epsilons), self.n)
+        return budgets_for(target_epsilons, self.n, persons=self.ownership.persons)
 
     def examples(self, loader: Any) -> PersonItems:
         """The persons as data of `dpcompanion.training`, by which their norms are measured."""

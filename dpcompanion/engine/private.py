@@ -24,7 +24,6 @@ from dpcompanion.engine.ranks import check_resumed, on_all_ranks, share_draws
 from dpcompanion.engine.shards import check_measured, is_sharded
 from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.gradients.items import check_distinct
-from dpcompanion.idp.groups import budgets_for
 from dpcompanion.idp.parameters import (
     Budgets,
     combined_parameters,
@@ -275,7 +274,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         units = self._check(module, optimizer, data_loader, grad_sample_mode, settings)
         n, length = units.n, units.steps_per_epoch
         epochs = _checks.whole_number("epochs", epochs, 1)
-        budgets = budgets_for(target_epsilons, n, persons=getattr(units.ownership, "persons", None))
+        budgets = units.budgets(target_epsilons)
         max_grad_norm, shares = clip_norms_of(max_grad_norm, clipping, module)
         streams, origin = sources(
             data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode

@@ -13,7 +13,7 @@ import inspect
 import torch
 
 from dpcompanion import _checks
-from dpcompanion._devices import autocasts, shortens_products
+from dpcompanion._devices import autocasts, forked_rng, shortens_products
 from dpcompanion.gradients.batches import Batch
 from dpcompanion.gradients.items import (  # noqa: F401, checks of data sets, under their older names
     check_batched,
@@ -137,10 +137,11 @@ def training_device(model, device=None):
             "train must be called outside of torch.inference_mode, in which no gradient is computed"
         )
     found = torch.device(next(model.parameters()).device if device is None else device)
-    if found.type == "meta":
+    empty = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    if empty or found.type == "meta":
         raise ValueError(
-            f"{'model' if device is None else 'device'} must hold numbers, as on 'cpu', got "
-            "'meta', a device that holds shapes alone"
+            f"{'model' if empty else 'device'} must hold numbers, as on 'cpu', got 'meta', a "
+            "device that holds shapes alone"
         )
     return found
 
@@ -155,7 +156,7 @@ def check_targets(model, loss, x, y):
     classes = y.ndim == 1 and not y.is_floating_point() and not y.is_complex()
     if loss is not cross_entropy or not classes or not len(x):
         return
-    with probing(model), torch.no_grad(), evaluating(model):
+    with probing(model), torch.no_grad(), evaluating(model), forked_rng(x.device):
         try:
             outputs = model(x[:1].clone())  # a model may overwrite what it is given
         except Exception:  # of which `try_out` says more

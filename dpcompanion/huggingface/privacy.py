@@ -27,8 +27,8 @@ class PersonalPrivacy:
     Args:
         budgets: epsilons: one number for all; the name of a column of the training data, with one
             number a person; an array with one number a person, in the order of
-            `PersonalTrainer.persons`; or {budget: share}, dealt out by a fixed permutation. They
-            must not depend on the data.
+            `PersonalTrainer.persons`, or with people a pandas Series by name; or {budget: share},
+            dealt out by a fixed permutation. They must not depend on the data.
         delta: at which they are meant, well below one over the number of persons.
         people: the name of the column that says whose each row is, or an array of as many entries;
             None if every row is a person.

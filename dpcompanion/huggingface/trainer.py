@@ -279,9 +279,9 @@ class PersonalTrainer(Trainer):
             return budgets_for(given, len(self.persons))
         if _checks.is_number(given):
             return float(given)
-        given = torch.as_tensor(
-            _checks.in_order("budgets", given, self.persons), dtype=torch.float64
-        )
+        if self.privacy.people is not None:
+            given = _checks.in_order("budgets", given, self.persons)
+        given = torch.as_tensor(_checks.unlabelled(given), dtype=torch.float64)
         if given.shape != (len(self.persons),):
             raise ValueError(
                 f"budgets must be one number for each of the {len(self.persons)} persons, got "

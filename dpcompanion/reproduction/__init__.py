@@ -8,8 +8,8 @@ It stands on the library, which knows nothing of it.
   goes on, and what it was made with;  `workers`: who does its pieces;
 * `experiments`: the registry, one experiment for each exhibit that computes; `runs`: what one sees
   of its run; `papers`: the experiments;
-* `comparison`, `findings`, `states`, `scoreboard`: how ours stand beside the printed; `plotting`,
-  `moving`, `mosaic`: how it looks;
+* `comparison`, `findings`, `states`, `scoreboard`: compare our values with the printed ones;
+  `plotting`, `moving`, `mosaic`: how it looks;
 * `chapters`: what a chapter of the book calls;  `places`: where the book shows an exhibit;
   `exports`: the same for machines.
 """

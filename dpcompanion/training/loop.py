@@ -809,7 +809,7 @@ class TrainingLoop:
             theirs, ours = set(content["stateful"]), set(self.stateful)
             if own := sorted(name for name in theirs ^ ours if name.startswith("tracker ")):
                 raise ValueError(
-                    "track, filter and trackers must be those of the run of the checkpoint, but "
+                    f"{name} must come from a run with the same track, filter and trackers, but "
                     f"{os.fspath(path)!r} {'has' if own[0] in theirs else 'lacks'} {own[0]!r}: "
                     "give the same, or another checkpoint"
                 )

@@ -527,7 +527,10 @@ def test_training_is_refused_in_inference_mode_and_without_numbers():
     run = model, cross_entropy, (X, Y), PLAN
     refused("device must hold numbers", train, *run, optimizer=optimizer, device="meta")
     assert model.weight.device.type == "cpu"
-    refused("model must hold numbers", fit, nn.Linear(4, 3, device="meta"))
+    empty = nn.Linear(4, 3, device="meta")
+    refused("model must hold numbers", fit, empty)
+    optimizer = torch.optim.SGD(empty.parameters(), lr=0.1)
+    refused("model must hold numbers", train, empty, *run[1:], optimizer=optimizer, device="cpu")
 
 
 def test_a_loss_whose_shapes_broadcast_is_refused_with_a_hint():

@@ -163,6 +163,20 @@ def test_each_person_gets_the_budget_of_their_column_and_no_number_of_theirs_is_
     assert "patient" in text and "person 0" not in text + json.dumps(card)
 
 
+def test_a_series_of_budgets_goes_to_persons_by_name_and_to_rows_by_position(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    plain = trainer_of(tmp_path)
+    order = list(range(len(plain.persons)))[::-1]
+    given = pandas.Series([1.0 + place / 90 for place in range(len(order))], index=order)
+    rows = trainer_of(tmp_path, privacy={"budgets": given})
+    assert rows.budgets.tolist() == given.tolist()
+    names = trainer_of(tmp_path, privacy={"people": "who", "budgets": 1.0}).persons.tolist()
+    own = {name: 1.0 + place / 9 for place, name in enumerate(names)}
+    given = pandas.Series(own).iloc[::-1]
+    people = trainer_of(tmp_path, privacy={"people": "who", "budgets": given})
+    assert people.budgets.tolist() == list(own.values())
+
+
 def test_scale_and_shares_keep_their_budgets(tmp_path):
     trainer = trainer_of(
         tmp_path, lora=True, privacy={"budgets": {1.0: 0.5, 3.0: 0.5}, "method": "scale"}

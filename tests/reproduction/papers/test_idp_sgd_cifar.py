@@ -139,7 +139,7 @@ def test_a_part_counts_in_its_exhibit_and_is_no_longer_left_to_run(tmp_path):
         half.verdicts == "10 match, 1 holds, 2 not run, 6 out of reach" and half.state == "in part"
     )
     assert half.to_do == (
-        "svhn, Table 8 on CIFAR-10, budgets B; one core, about eleven hours",
+        "svhn, Table 8 on CIFAR-10, budgets B; one core, about ten hours",
         "dpcompanion run idp-sgd/table-8-cifar10-b --preset paper && dpcompanion run "
         "idp-sgd/table-8 --preset paper --device cuda",
     )
