@@ -63,7 +63,6 @@ __all__ = [
     "by_person",
     "clipped_sum",
     "cross_entropy",
-    "derive_seed",
     "gaussian_noise",
     "generators",
     "gradient_norms",
