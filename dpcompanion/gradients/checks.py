@@ -15,13 +15,6 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._devices import autocasts, forked_rng, shortens_products
 from dpcompanion.gradients.batches import Batch
-from dpcompanion.gradients.items import (  # noqa: F401, checks of data sets, under their older names
-    check_batched,
-    check_distinct,
-    check_forgets_items,
-    same_bits,
-    same_items,
-)
 from dpcompanion.gradients.losses import cross_entropy
 from dpcompanion.gradients.traces import evaluating, naming, probing
 

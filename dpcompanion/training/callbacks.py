@@ -34,8 +34,6 @@ from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.seeds import SEEDED
 from dpcompanion.training.checkpoints import Checkpoint
 
-rounded_up = epsilons_in_words  # the older name, by which others import it
-
 
 @dataclasses.dataclass
 class History:
