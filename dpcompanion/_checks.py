@@ -74,7 +74,7 @@ def in_order(name: str, value: Any, persons: Any = None) -> Any:
     else as it is.
 
     With `persons`, their names, it goes by its labels where these are the names. Else by position,
-    which labels must not contradict: they count from 0, or without persons rise.
+    which only labels that count from 0 do not contradict.
 
     Raises:
         ValueError: for other labels, since they leave open whose number is whose.
@@ -85,18 +85,12 @@ def in_order(name: str, value: Any, persons: Any = None) -> Any:
     values, counted = unlabelled(value), np.arange(len(index))
     if values.ndim != 1:
         return values
-    if hasattr(index, "categories"):  # which have an order of their own
-        index = index.astype(index.categories.dtype)
-    if persons is None:
-        if index.is_unique and index.is_monotonic_increasing:
-            return values
-    else:
-        places = _places(index, persons)
-        from_0 = index.dtype.kind in "iu" and np.array_equal(index, counted)
-        if places is None and from_0:
-            return values
-        if places is not None and (np.array_equal(places, counted) or not from_0):
-            return values[places]
+    places = None if persons is None else _places(index, persons)
+    from_0 = index.dtype.kind in "iu" and np.array_equal(index, counted)
+    if places is None and from_0:
+        return values
+    if places is not None and (np.array_equal(places, counted) or not from_0):
+        return values[places]
     whose = "examples" if persons is None else "persons"
     found = ", ".join(map(str, index[:3])) + (" ..." if len(index) > 3 else "")
     raise ValueError(
@@ -108,13 +102,22 @@ def in_order(name: str, value: Any, persons: Any = None) -> Any:
 
 def _places(index, persons):
     """Where each person is in an index of pandas; None if it does not hold just their names."""
-    if not index.is_unique or len(index) != len(persons):
+    index = index.astype(object) if hasattr(index, "categories") else index
+    names = np.asarray(persons)
+    if names.ndim != 1 or not index.is_unique or len(index) != len(names):
+        return None
+    # pandas would read texts as dates, put numbers into intervals, and round whole numbers.
+    texts = {isinstance(each, str) for each in names.tolist()}
+    if hasattr(index, "closed") or texts != {index.inferred_type == "string"}:
+        return None
+    if index.dtype.kind == "f" and not bool((abs(index) < 2.0**53).all()):
         return None
     try:
-        found = index.get_indexer(np.asarray(persons))
+        found = index.get_indexer(names)
     except (TypeError, ValueError):  # names of another kind
         return None
-    return found if (found >= 0).all() else None
+    each_once = len(np.unique(found)) == len(found) and (found >= 0).all()
+    return found if each_once else None
 
 
 def real(name: str, value: _T) -> _T:

@@ -80,6 +80,7 @@ class PateParameters:
         [1.0, 1.0, 3.0]
         """
         queries = _checks.whole_number("queries", queries, 1)
+        _checks.in_interval("weights", self.weights, 0, math.inf, closed="neither")
         costs = [
             Gaussian(self.noise_std / (math.sqrt(2) * weight), queries)
             for weight in self.weights.tolist()
@@ -130,8 +131,8 @@ def weighted_parameters(
     if not bool((weights > 0).all()):
         least = float(torch.as_tensor(target_epsilons, dtype=torch.float64).min())
         raise ValueError(
-            "target_epsilons must leave every vote a weight, but beside the others that of "
-            f"{least:g} is less than the noise resolves: leave its teachers out"
+            f"target_epsilons must leave every vote a weight, but {least:g} is less than the noise "
+            f"of {queries} queries resolves: leave its teachers out, or ask for fewer"
         )
     return PateParameters(noise_std, weights)
 
@@ -205,6 +206,7 @@ def _grid(noise_std):
 
 
 def _noisy_on_grid(histogram, noise_std, stream):
+    histogram = histogram.double()
     grid, most = _grid(noise_std), float(histogram.abs().max()) if histogram.numel() else 0.0
     if not grid >= 2.0**-400 or not most / grid <= MOST_CELLS:
         raise ValueError(

@@ -42,6 +42,12 @@ def test_a_budget_for_which_a_vote_counts_for_nothing_is_refused():
         pate.weighted_parameters([1e-9, 1e3], [1, 1], target_delta=1e-14, queries=10**6)
 
 
+def test_no_ledger_takes_a_group_without_a_vote():
+    found = pate.PateParameters(1.0, torch.tensor([0.0, 1.0], dtype=torch.float64))
+    with pytest.raises(ValueError, match="weights must lie in"):
+        found.ledger_entry(queries=3)
+
+
 def test_a_ledger_charges_each_example_what_labels_cost_its_group():
     found = pate.weighted_parameters([1.0, 2.5], [3, 1], target_delta=1e-6, queries=300)
     entry = found.ledger_entry(queries=300, groups=torch.tensor([1, 0, 0, 1]))
@@ -143,6 +149,7 @@ def test_bad_arguments_are_refused_by_name():
     refuses(pate.noisy_labels, dict(histogram=[[0.0, 0.0]]), noise_std=[1e-200])
     assert pate.noisy_labels([[1.0, 9e9]], 1.0, torch.Generator()).tolist() == [1]
     assert pate.noisy_labels(torch.ones(0, 3), 1.0).tolist() == []
+    assert pate.noisy_labels(torch.tensor([[False, True]]), 1e-3).tolist() == [1]
 
 
 @settings(max_examples=8, deadline=None)

@@ -26,7 +26,7 @@ class PrivacyFilter:
     #: The delta at which the targets are meant that the budgets were made from; None where budgets
     #: were given.
     target_delta: float | None = None
-    #: The checkpoint of the run that it pays for, if a run with one took it.
+    #: A name of the run that it pays for, if that has checkpoints.
     pays_for: str | None = None
 
     def __init__(self, n, *, device):

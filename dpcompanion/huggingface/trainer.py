@@ -449,12 +449,12 @@ class PersonalTrainer(Trainer):
         self._tracker = self._loop.run.history.tracker
         self._guard(optimizer)
         self._training.enter_context(self._loop.watching_others())
-        folder = pathlib.Path(str(self.args.output_dir))
-        paid = self._loop.take_filters(folder)
+        paid = self._loop.paid()
         if self._found is not None:
             self._restore(self._found)
-        self._loop.warn_of_paid(paid, goes_on=self._found is not None)
+        self._loop.take_filters(self._run_name, paid, goes_on=self._found is not None)
         if self._loop.seed is not None and self.is_world_process_zero():
+            folder = pathlib.Path(str(self.args.output_dir))
             note_seeds(folder / STATE, [(self._loop.seed, self._loop.data_digest)])
         return self._loop
 

@@ -93,12 +93,12 @@ def budgets_for(target_epsilons: Any, n: int, *, persons: Any = None) -> torch.T
     data nor their values decide who gets which budget.
 
     A pandas Series goes by its labels if they are the names of `persons`, (n,), the order in which
-    budgets come out. Without persons its labels must rise: in another order they leave open whose
-    budget is whose.
+    budgets come out, such as `by_person(...).persons`. Without persons its labels must count from
+    0: others leave open whose budget is whose.
 
     Raises:
-        ValueError: a budget that is not above 0 and finite, a wrong number of them, labels in
-            another order, or shares that do not add up to 1.
+        ValueError: a budget that is not above 0 and finite, a wrong number of them, labels that
+            leave their order open, or shares that do not add up to 1.
 
     >>> budgets_for({1.0: 0.25, 8.0: 0.75}, 4)
     tensor([8., 8., 8., 1.], dtype=torch.float64)

@@ -85,4 +85,6 @@ def _log_inverse_excess(log_r, power):
     near = max(power, 1.0) * y.abs() < 0.003
     rise = (-power * log_r).clamp(max=30.0)
     direct = torch.log(torch.where(near, series, torch.expm1(rise) + power * y))
+    # far out r is all there is, and its clamped value would lose the bump of little noise
+    direct = torch.where(log_r > 300.0, log_r + math.log(power), direct)
     return torch.where(-power * log_r > 30.0, -power * log_r, direct)

@@ -210,18 +210,18 @@ def train(
             stateful={} if checkpoint is None else checkpoint.stateful,
             generator_device=generator_device,
         )
-        paid = loop.take_filters(None if checkpoint is None else checkpoint.path)
-        if checkpoint is not None and checkpoint.exists:
-            loop.load(checkpoint.path)
-            loop.warn_of_paid(paid, goes_on=True)
-            if loop.run.step == plan.steps or loop.run.history.stopped:
+        paid, name, goes_on = loop.paid(), None, False
+        if checkpoint is not None:
+            name, goes_on = os.path.abspath(checkpoint.path), checkpoint.exists
+            if goes_on:
+                loop.load(checkpoint.path)
+            if goes_on and (loop.run.step == plan.steps or loop.run.history.stopped):
                 warnings.warn(
                     f"checkpoint {os.fspath(checkpoint.path)!r} is of a run that has finished: its "
                     "model is loaded, and no step is taken; remove the file to train anew",
                     stacklevel=2,
                 )
-        else:
-            loop.warn_of_paid(paid, goes_on=False)
+        loop.take_filters(name, paid, goes_on=goes_on)
         loop.begin_alike(callbacks, checkpoint)
         if checkpoint is not None and seed is not None and ranks.first:
             note_seeds(checkpoint.path, [(loop.seed, loop.data_digest)])
@@ -374,23 +374,15 @@ class TrainingLoop:
         known = [each for each in spent if isinstance(each, torch.Tensor) and not each.is_meta]
         return [each.clone() for each in known]
 
-    def take_filters(self, path):
-        """Note that the filters pay for the run with this checkpoint, if any: what they had paid,
-        and whether it was for that run.
-        """
-        path = None if path is None else os.path.abspath(path)
-        before = [getattr(each, "pays_for", None) for each in self.filters()]
-        for each in self.filters():
-            with contextlib.suppress(AttributeError):  # of a filter of the user's own
-                each.pays_for = path
-        same = path is not None and all(one == path for one in before)
-        return self.paid(), same
+    def take_filters(self, run, paid, *, goes_on):
+        """The filters pay for this run from here on: `run` is its name, if it has checkpoints, and
+        `paid` what they had paid before one was loaded.
 
-    def warn_of_paid(self, before, *, goes_on):
-        """A filter that has paid for another run clips those without budget to nothing; one that
-        goes on from a checkpoint has forgotten what it paid since.
+        A filter that has paid for another run clips those without budget to nothing; one that goes
+        on from a checkpoint has forgotten what it paid since.
         """
-        paid, same = before
+        payers = [getattr(each, "pays_for", None) for each in self.filters()]
+        same = run is not None and all(one == run for one in payers)
         if not goes_on and any(bool((each > 0).any()) for each in paid):
             warnings.warn(
                 "filter has paid for another run, and examples without budget take no part: make "
@@ -406,6 +398,9 @@ class TrainingLoop:
                     "filter's promise does not hold for both runs together",
                     stacklevel=3,
                 )
+        for each in self.filters():
+            with contextlib.suppress(AttributeError):  # of a filter of the user's own
+                each.pays_for = run
 
     def with_trackers(self, stateful):
         """What is saved with the run, its trackers among it."""
@@ -496,6 +491,7 @@ class TrainingLoop:
 
     def step(self):
         run, plan = self.run, self.plan
+        self.check_held()
         if run.history.key_fingerprint is None:  # from here on all ranks have the keys of the run
             self.name_key(noise.fingerprint(self.seed, self.generators))
         with self._own_randomness("tracking"):
@@ -541,11 +537,11 @@ class TrainingLoop:
             summed, lambda total: plan.noisy(total, self.generators["noise"])
         )
         self.give_gradients(released / cast(float, plan.expected_batch_size))
-        self.check_held()
         # counted before it is taken, lest it be taken and not counted
         at, run.step = run.step, run.step + 1
         run.history.guarantee = self.described_plan.statement(steps=run.step)
         run.history.steps = run.step
+        self.check_held()
         self.take_step()
         run.norms = norms
         self.dropped += (norms.isinf() & taking if away else norms.isinf()).sum()

@@ -596,14 +596,17 @@ def trained(on_step=None, model=None):
 
 
 def test_parameters_that_a_callback_adds_to_the_optimizer_are_refused():
-    scale = nn.Parameter(torch.ones(3))
+    scale, seen = nn.Parameter(torch.ones(3)), []
 
     def adding(run, x, y):
+        seen.append(run)
         run.optimizer.add_param_group({"params": [scale]})
         (scale * x[:, :3]).sum().backward()
 
     refused("optimizer must hold parameters of the model only", trained, adding)
     assert bool((scale == 1).all())
+    # found before anything of another step is drawn
+    assert seen[-1].step == seen[-1].history.steps == len(seen)
 
 
 def test_another_optimizer_that_a_callback_steps_is_said():

@@ -525,7 +525,8 @@ def test_a_filter_that_has_paid_for_another_run_and_an_optimizer_beside_are_warn
     filters = []
 
     def shared(plan, budgets):
-        filters.append(filters[0] if filters else ExactFilter.for_plan(plan, budgets, block=1))
+        if not filters:
+            filters.append(ExactFilter.for_plan(plan, budgets, block=1))
         return filters[0]
 
     class Beside(TrainerCallback):
@@ -545,6 +546,11 @@ def test_a_filter_that_has_paid_for_another_run_and_an_optimizer_beside_are_warn
     assert float(filters[0].spent.max()) > 0
     with pytest.warns(UserWarning, match="filter has paid for another run"):
         trainer_of(tmp_path / "b", lora=True, privacy=privacy, max_steps=4).train()
+    own, options = privacy | {"filter": "exact"}, dict(save_strategy="steps", save_steps=1)
+    trainer_of(tmp_path / "c", lora=True, privacy=own, max_steps=4, **options).train()
+    resumed = trainer_of(tmp_path / "a", lora=True, privacy=privacy, max_steps=4)
+    with pytest.warns(UserWarning, match="which it now forgets"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "c" / "checkpoint-1"))
 
 
 @pytest.mark.skipif(

@@ -126,6 +126,25 @@ def test_close_to_order_1_the_other_direction_is_the_mean_loss(q, s):
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "q, s", [(0.5, 0.038), (0.1, 0.0373), (2e-3, 0.038), (0.9, 0.045), (5e-4, 0.04), (0.5, 0.051)]
+)
+@pytest.mark.parametrize("order", [1 + 1e-6, 1.009, 1.011, 2.0])
+def test_the_other_direction_keeps_the_bump_of_little_noise(q, s, order):
+    with mp.workdps(30):
+        rate, noise, power = mp.mpf(q), mp.mpf(s), mp.mpf(order) - 1
+
+        def excess(t):
+            r = 1 - rate + rate * mp.exp(t / noise - 1 / (2 * noise**2))
+            return (r**-power - 1 + power * (r - 1)) * mp.npdf(t)
+
+        rises = float(1 / (2 * noise) + noise * mp.log((1 - rate) / rate))
+        near = [float(1 / noise) + d for d in (-4, -2, -1, 0, 1, 3, 12)]
+        parts = sorted([-15, -5, 0, 5, *near, *(rises + d for d in (-1, -0.5, 0, 0.5, 1))])
+        expected = float(mp.log1p(mp.quad(excess, parts)) / power)
+    assert step(q, s, 1.0, order, direction="add") == pytest.approx(expected, rel=1e-8)
+
+
 @given(rate=st.floats(-6, 0), noise=st.floats(-1, 2), order=st.floats(1.01, 64))
 @settings(max_examples=25, deadline=None)
 def test_the_other_direction_is_never_larger_and_never_negative(rate, noise, order):

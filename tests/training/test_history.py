@@ -127,6 +127,8 @@ def test_a_filter_that_has_paid_for_another_run_is_warned_of(tmp_path):
         trained(filter=filter, callbacks=Callbacks(on_step=stop), **options)
     with pytest.warns(UserWarning, match="filter has paid for another run"):
         trained(filter=filter)
+    with pytest.raises(ValueError, match="same plan, seed"):  # which has not taken the filter
+        trained(filter=filter, seed=1, **options)
     with pytest.warns(UserWarning, match="which it now forgets"):
         trained(filter=filter, **options)
 
