@@ -58,21 +58,18 @@ becomes another: the exact pair of a sampled Gaussian (`mixed.ReplacementLoss`),
 '1.6...'
 """
 
+import functools
 import json
 import math
 import os
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
 from dpcompanion import _checks, _files
 from dpcompanion._rounding import exactly, rounded
-from dpcompanion.accounting import inclusion_bound, mixed
-from dpcompanion.accounting.composed import ComposedLoss
-from dpcompanion.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
-from dpcompanion.accounting.histories import SPREAD
+from dpcompanion.accounting.composition import Composition, GaussianMu
 from dpcompanion.accounting.items import (
     RELATIONS_IN_WORDS,
     Gaussian,
@@ -83,21 +80,11 @@ from dpcompanion.accounting.items import (
     SampledGaussian,
     check_said,
     entry_of,
-    guarantee_replaced,
     one_of_many,
     said,
 )
-from dpcompanion.accounting.loss import DIRECTIONS, LEAST_RATE, StepLoss
 from dpcompanion.accounting.people import Cost, epsilons_of, replacement_costs
-from dpcompanion.accounting.pld import LOG_CAPPED, ROUNDING, NoGrid
-from dpcompanion.accounting.runs import compute_epsilon
-from dpcompanion.accounting.search import bisect
-from dpcompanion.accounting.tradeoff import GaussianTradeOff, TradeOffCurve, log_deltas_of
 
-_DELTAS = (1e-2, 1e-5, 1e-8, 1e-11, 1e-14)  # where the losses behind a curve are accurate
-_NODES = 1 << 12  # epsilons of a curve, in even steps and as many in even ratios
-_MU_NODES = 2000  # epsilons at which mu is looked at
-_ADDED_UP_NODES = 50  # points of a curve where no grid resolves the loss
 RELATIONS = ("add-remove", "replace")
 # What a file of a ledger holds, with what `dpcompanion ledger --json` prints beside it.
 _OF_A_FILE = {"ledger", "relation"} | {
@@ -109,15 +96,6 @@ _WHOM = {
     "(zero-out; the number of {unit}s is public)",
     "replace": "Neighbours differ by one {unit} that replaces another",
 }
-
-
-class GaussianMu(NamedTuple):
-    """`mu` of Gaussian DP, from above, and the regret: by how much its curve lies below the true
-    one, at most.
-    """
-
-    mu: float
-    regret: float
 
 
 class Ledger:
@@ -145,7 +123,6 @@ class Ledger:
             raise ValueError(f"items must be a list, got {items!r:.80}")
         for item in items:
             self._entries = self.add(item)._entries
-        self._composed: dict[Any, Any] = {}
 
     @property
     def items(self) -> tuple[Item, ...]:
@@ -313,123 +290,10 @@ class Ledger:
             shown.append(f"LedgerEntry({entry.item!r}{more})" if more else repr(entry.item))
         return f"Ledger([{', '.join(shown)}]{relation})"
 
-    # What is equal is put together, whatever the order: equal ledgers then have equal epsilons.
-
-    def _runs(self):
-        """{(rate, noise): steps} of sampled Gaussians that sample."""
-        found: dict[tuple[float, float], int] = {}
-        for item in self.items:
-            if isinstance(item, SampledGaussian) and item.sample_rate < 1 and item.steps:
-                key = max(item.sample_rate, LEAST_RATE), item.noise_multiplier
-                found[key] = found.get(key, 0) + item.steps
-        return dict(sorted(found.items()))
-
-    def _factor(self, replaced):
-        """How many times the sensitivity to adding or removing an example counts."""
-        return 1.0 if self.relation == "add-remove" else replaced
-
-    def _gaussian_mu(self):
-        """mu of all Gaussian releases and full batches together."""
-        ratios = []
-        for item in self.items:
-            if isinstance(item, Gaussian) and item.count:
-                ratio = self._factor(item.replaced) / item.noise_multiplier
-                ratios.append(math.sqrt(item.count) * ratio)
-            elif isinstance(item, SampledGaussian) and item.sample_rate == 1:
-                ratios.append(math.sqrt(item.steps) * self._factor(2) / item.noise_multiplier)
-        return math.hypot(*ratios) * (1 + 2.0**-50)
-
-    def _bounded(self):
-        """Counts of Laplace scales, and of (epsilon, delta)."""
-        scales: dict[float, int] = {}
-        guarantees: dict[tuple[float, float], int] = {}
-        for item in self.items:
-            if isinstance(item, Laplace) and item.count:
-                scale = item.scale / self._factor(item.replaced)
-                scales[scale] = scales.get(scale, 0) + item.count
-            elif isinstance(item, Guarantee):
-                key = item.epsilon, item.delta
-                if self.relation == "replace":
-                    key = guarantee_replaced(item)
-                guarantees[key] = guarantees.get(key, 0) + 1
-        return dict(sorted(scales.items())), dict(sorted(guarantees.items()))
-
-    def _infinite(self):
-        """The probability of an infinite loss: all deltas of guarantees, composed and rounded up; a
-        single one is what it is.
-        """
-        _, guarantees = self._bounded()
-        used = [(delta, count) for (_, delta), count in guarantees.items() if delta]
-        if any(delta == 1 for delta, _ in used):
-            return 1.0
-        if len(used) == 1 and used[0][1] == 1:
-            return used[0][0]
-        together = -math.expm1(math.fsum(count * math.log1p(-delta) for delta, count in used))
-        return min(1.0, together * (1 + 2.0**-50))
-
-    def _largest(self):
-        """What no finite loss exceeds: inf beside Gaussians."""
-        scales, guarantees = self._bounded()
-        if self._runs() or self._gaussian_mu():
-            return math.inf
-        return math.fsum(
-            [*(n / b for b, n in scales.items()), *(n * e for (e, _), n in guarantees.items())]
-        )
-
-    def _only_gaussian(self):
-        return not self._runs() and self._largest() == math.inf and not any(self._bounded())
-
-    def _sum(self, direction, log_delta):
-        """The loss of all items in one direction, capped as a delta of exp(log_delta) can afford;
-        None of none.
-        """
-        runs, mu = self._runs(), self._gaussian_mu()
-        scales, guarantees = self._bounded()
-        log_capped = LOG_CAPPED + log_delta - math.log(max(sum(runs.values()) + (mu > 0), 1))
-        least = min(
-            [*(noise / self._factor(2) for _, noise in runs), *scales, *([1 / mu] if mu else [])]
-            + [1 / epsilon for epsilon, _ in guarantees if epsilon],
-            default=math.inf,
-        )
-        if least < inclusion_bound.LITTLE_NOISE and (runs or mu):
-            raise NoGrid(f"noise of {least:g} times the sensitivity is too little for a grid")
-        most = SPREAD * least
-        kinds: list[tuple[Any, int]] = []
-        for (rate, noise), steps in runs.items():
-            if direction == "replace":
-                kinds.append((mixed.ReplacementLoss(rate, min(noise, most), log_capped), steps))
-            else:
-                kinds.append((StepLoss(rate, min(noise, most), direction, log_capped), steps))
-        if mu:
-            kinds.append((mixed.GaussianLoss(min(1 / mu, most), log_capped), 1))
-        kinds.extend(
-            (mixed.LaplaceLoss(min(scale, most)), count) for scale, count in scales.items()
-        )
-        # An epsilon of 0 has no finite loss; its delta is among the infinite ones.
-        kinds.extend(
-            (mixed.WorstLoss(max(epsilon, 1 / most), delta), count)
-            for (epsilon, delta), count in guarantees.items()
-            if epsilon
-        )
-        return mixed.Sum(kinds) if kinds else None
-
-    def _directions(self):
-        if self.relation == "replace":  # the pair and its mirror image are one
-            return ("replace",)
-        return DIRECTIONS if self._runs() else DIRECTIONS[:1]
-
-    def _at(self, direction, delta) -> tuple[ComposedLoss | None, float]:
-        """The loss in one direction, accurate near `delta`, and its epsilon there."""
-        if (direction, delta) not in self._composed:
-            infinite = self._infinite()
-            total = self._sum(direction, math.log(delta - infinite))
-            if total is None:
-                self._composed[direction, delta] = None, 0.0
-            else:
-                most = mixed.guess(total, (delta - infinite) * (1 - 2 * math.exp(LOG_CAPPED)))
-                loss, found = mixed.refined(total, most, delta, infinite)
-                self._composed[direction, delta] = loss, min(found, most)
-        return self._composed[direction, delta]
+    @functools.cached_property
+    def composition(self) -> Composition:
+        """What the items cost together, as `epsilon`, `delta`, `trade_off` and `mu` read it."""
+        return Composition(self.items, self.relation)
 
     def epsilon(self, delta: float) -> float:
         """Epsilon of it all at `delta`, an upper bound; inf if guarantees' deltas alone exceed it.
@@ -442,68 +306,7 @@ class Ledger:
             ValueError: a delta outside (0, 1).
         """
         delta = _checks.number("delta", delta, 0, 1, closed="neither")
-        infinite, largest = self._infinite(), self._largest()
-        if not self._entries:
-            return 0.0
-        if self._only_gaussian():
-            return float(gaussian_epsilon(self._gaussian_mu(), delta / ROUNDING))
-        if delta <= infinite:
-            return largest if delta == infinite else math.inf
-        try:
-            loss, found = self._at(self._directions()[0], delta)
-            if loss is not None and "add" in self._directions():
-                found = max(found, self._adding(delta, found))
-        except NoGrid:
-            found = self._added_up(delta)
-        return min(found, largest)
-
-    def _adding(self, delta, found):
-        """Epsilon where an example is added, or something smaller than `found`, as it mostly is."""
-        infinite = self._infinite()
-        total = self._sum("add", math.log(delta - infinite))
-        bound = mixed.guess(total, (delta - infinite) * (1 - 2 * math.exp(LOG_CAPPED)))
-        return bound if bound <= found else self._at("add", delta)[1]
-
-    def _added_up(self, delta):
-        """The sum of the parts' epsilons, at equal shares of what guarantees leave of delta."""
-        runs, mu = self._runs(), self._gaussian_mu()
-        scales, guarantees = self._bounded()
-        share = (delta - self._infinite()) / max(len(runs) + (mu > 0), 1)
-        parts = [n / b for b, n in scales.items()] + [n * e for (e, _), n in guarantees.items()]
-        if mu:
-            parts.append(float(gaussian_epsilon(mu, share / ROUNDING)))
-        for (rate, noise), steps in runs.items():
-            # a step that samples the example moves by twice the clip norm at most
-            if self.relation == "replace":
-                parts.append(
-                    inclusion_bound.epsilon(
-                        sample_rate=rate, noise_multiplier=noise / 2, steps=steps, delta=share
-                    )
-                )
-            else:
-                parts.append(
-                    compute_epsilon(
-                        sample_rate=rate, noise_multiplier=noise, steps=steps, delta=share
-                    )
-                )
-        return math.fsum(parts) * (1 + 1e-12)
-
-    def _delta_added_up(self, epsilon):
-        """The least delta at which the parts' epsilons add up to `epsilon` at most, from above."""
-        infinite = self._infinite()
-
-        def at(log_share):
-            return infinite + (1 - infinite) * math.exp(float(log_share))
-
-        def met(log_share):
-            return torch.tensor(self._added_up(at(log_share)) <= epsilon)
-
-        # what is added to the infinite ones must not be rounded off
-        least = math.log(max(1e-300, 2.0**-50 * infinite / (1 - infinite)))
-        most, least = (torch.tensor(each, dtype=torch.float64) for each in (-1e-9, least))
-        if not met(most):
-            return 1.0
-        return at(least) if met(least) else at(bisect(met, good=most, bad=least, halvings=24))
+        return self.composition.epsilon(delta)
 
     def epsilons(self, delta: float, *, accounts: bool = True) -> torch.Tensor:
         """Each person's epsilon at `delta`, an upper bound, (n,) float64, at most `epsilon(delta)`.
@@ -559,7 +362,7 @@ class Ledger:
                 column[places] += count
 
         def alone(items):
-            return Ledger(items, relation=self.relation).epsilon(delta)
+            return Composition(items, self.relation).epsilon(delta)
 
         if not columns:  # accounts of norms that are all zero
             return torch.zeros(self.n, dtype=torch.float64)
@@ -588,13 +391,7 @@ class Ledger:
     def error(self, delta: float) -> float:
         """What the grid adds to `epsilon(delta)`, to first order: 0 where none is needed."""
         delta = _checks.number("delta", delta, 0, 1, closed="neither")
-        if not self._entries or self._only_gaussian() or delta <= self._infinite():
-            return 0.0
-        try:
-            losses = [self._at(direction, delta)[0] for direction in self._directions()]
-        except NoGrid:
-            return math.inf
-        return max((loss.error for loss in losses if loss is not None), default=0.0)
+        return self.composition.error(delta)
 
     def delta(self, epsilon: float) -> float:
         """Delta of everything together at `epsilon`, an upper bound.
@@ -611,97 +408,7 @@ class Ledger:
         '8.51e-05'
         """
         epsilon = _checks.number("epsilon", epsilon, 0, math.inf, closed="left")
-        if not self._entries:
-            return 0.0
-        if self._only_gaussian():
-            return min(1.0, ROUNDING * float(gaussian_delta(self._gaussian_mu(), epsilon)))
-        infinite = self._infinite()
-        if infinite == 1:
-            return 1.0
-        if epsilon >= self._largest():
-            return infinite
-        try:
-            return max(self._delta_of(each, epsilon, infinite) for each in self._directions())
-        except NoGrid:
-            return self._delta_added_up(epsilon)
-
-    def _delta_of(self, direction, epsilon, infinite):
-        log_delta = math.log(1e-9)
-        for _ in range(6):
-            total = self._sum(direction, log_delta)
-            if total is None:
-                return infinite
-            loss, _ = mixed.refined(total, epsilon, None, infinite)
-            found = loss.delta(epsilon)
-            rest = math.log(max(found - infinite, 1e-300))
-            # Cap more rarely as long as the cap is a share of what was found.
-            if total.log_capped <= rest + LOG_CAPPED + 1 or rest <= -690:
-                break
-            log_delta = min(rest, log_delta - 15)
-        return min(1.0, found)
-
-    def _curve(self, least, nodes=_NODES):
-        """Epsilons from 0, and log bounds on delta there, good at false positive rates down to
-        `least`.
-        """
-        try:
-            return self._composed_curve(least, nodes)
-        except NoGrid:
-            return self._added_up_curve(least)
-
-    def _added_up_curve(self, least):
-        infinite, first = self._infinite(), self._delta_added_up(0.0)
-        shares = np.geomspace(1e-3 * max(least, _DELTAS[-1]), 1.0, _ADDED_UP_NODES + 1)[:-1]
-        each = (infinite + (first - infinite) * share for share in reversed(shares.tolist()))
-        deltas = [delta for delta in each if delta > infinite]
-        # What is computed at the next delta may be off by a last bit: epsilons must not fall.
-        epsilons = np.maximum.accumulate([0.0, *(self._added_up(delta) for delta in deltas)])
-        return torch.from_numpy(epsilons), torch.log(
-            torch.tensor([first, *deltas], dtype=torch.float64)
-        )
-
-    def _composed_curve(self, least, nodes):
-        infinite = self._infinite()
-        deltas = [d for d, before in zip(_DELTAS, (2.0, *_DELTAS)) if before > least] or [1e-2]
-        deltas = [infinite + d * (1 - infinite) for d in deltas]
-        composed = {
-            direction: [self._at(direction, d)[0] for d in deltas]
-            for direction in self._directions()
-        }
-        losses = [loss for each in composed.values() for loss in each if loss is not None]
-        last = min(
-            max(((loss.first + len(loss.masses)) * loss.interval for loss in losses), default=1.0),
-            self._largest(),
-        )
-        last = max(last, 1e-9)
-        epsilons = torch.cat(
-            (
-                torch.linspace(0, last, nodes, dtype=torch.float64),
-                torch.from_numpy(np.geomspace(1e-8 * last, last, nodes)),
-            )
-        ).unique()
-        if not losses:
-            return epsilons, torch.full_like(
-                epsilons, math.log(infinite) if infinite else -math.inf
-            )
-        each = [
-            torch.stack([log_deltas_of(loss, epsilons) for loss in found if loss is not None]).amin(
-                0
-            )
-            for found in composed.values()
-        ]
-        return epsilons, torch.stack(each).amax(0)
-
-    def delta_at(self, epsilons: torch.Tensor) -> torch.Tensor:
-        """`delta` at many epsilons from a few compositions, a little above those of `delta`."""
-        if not self._entries:
-            return torch.zeros_like(epsilons)
-        if self._only_gaussian():
-            return (ROUNDING * gaussian_delta(self._gaussian_mu(), epsilons)).clamp(max=1.0)
-        at, log_deltas = self._curve(1e-14)
-        # Delta falls: that at the last epsilon before bounds it.
-        before = (torch.searchsorted(at, epsilons, right=True) - 1).clamp(min=0)
-        return torch.exp(log_deltas)[before]
+        return self.composition.delta(epsilon)
 
     def trade_off(self, false_positive_rate: Any) -> Any:
         """The least false negative rate of any attack at these false positive rates, a lower bound.
@@ -717,20 +424,8 @@ class Ledger:
         """
         _checks.in_interval("false_positive_rate", false_positive_rate, 0, 1)
         rates = torch.as_tensor(false_positive_rate, dtype=torch.float64, device="cpu")
-        flat = rates.reshape(-1)
-        if not self._entries:
-            return _checks.as_given(1 - rates, false_positive_rate)
-        if self._only_gaussian():
-            found = GaussianTradeOff(self._gaussian_mu()).false_negative_rate(flat)
-            return _checks.as_given(found.reshape(rates.shape), false_positive_rate)
-        if self._infinite() == 1:
-            return _checks.as_given(torch.zeros_like(rates), false_positive_rate)
-        inner = torch.cat((flat, 1 - flat))
-        inner = inner[inner > 0]
-        curve = TradeOffCurve(*self._curve(float(inner.min()) if len(inner) else 1.0))
-        return _checks.as_given(
-            curve.false_negative_rate(flat).reshape(rates.shape), false_positive_rate
-        )
+        found = self.composition.trade_off(rates.reshape(-1))
+        return _checks.as_given(found.reshape(rates.shape), false_positive_rate)
 
     def mu(self, *, least: float = 1e-9) -> GaussianMu:
         r"""The least mu, from above, whose Gaussian trade-off curve is nowhere above this one.
@@ -747,26 +442,7 @@ class Ledger:
         0.707...
         """
         least = _checks.number("least", least, 1e-14, 0.1)
-        if not self._entries or self._largest() == 0 == self._infinite():
-            return GaussianMu(0.0, 0.0)
-        if self._only_gaussian():
-            return GaussianMu(self._gaussian_mu(), 0.0)
-        if self._infinite() > least:
-            return GaussianMu(math.inf, 1.0)
-        epsilons, log_deltas = self._curve(least, _MU_NODES)
-        deltas = torch.exp(log_deltas)
-        if float(deltas.max()) >= 1 or float(deltas[-1]) > least:
-            return GaussianMu(math.inf, 1.0)
-        # Between two epsilons delta is at most the first's, and a Gaussian's at least the second's.
-        inside = deltas[:-1] > least
-        if not inside.any():
-            return GaussianMu(0.0, 0.0)
-        mu = float(gaussian_mu(epsilons[1:][inside], deltas[:-1][inside]).max()) * (1 + 1e-9)
-        rates = torch.from_numpy(np.geomspace(max(least, 1e-9), 1.0, 400))
-        own = TradeOffCurve(epsilons, log_deltas).false_negative_rate(rates)
-        normal = torch.distributions.Normal(0.0, 1.0)
-        theirs = normal.cdf(normal.icdf(1 - rates) - mu)
-        return GaussianMu(mu, float((own - theirs).max().clamp(min=0)))
+        return self.composition.gaussian_mu(least)
 
     def statement(self, delta: float = 1e-5) -> str:
         """What all of it costs together, in words: relation, sampler, accountant, items, epsilon,
@@ -798,7 +474,7 @@ class Ledger:
             f"{whom}; Poisson sampling; accountant pld. Composed: {items or 'nothing'}. Together "
             f"epsilon {_up(epsilon)} at delta {exactly(delta)}"
         )
-        infinite = self._infinite()
+        infinite = self.composition.infinite
         if epsilon == math.inf and delta < infinite < 1:
             text += f": the items' deltas reach {_up(infinite)}, more than delta."
         elif error == math.inf:

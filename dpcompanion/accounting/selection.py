@@ -112,14 +112,16 @@ def select_best(item: Any, *, mean: float, distribution: str = "poisson") -> Sel
         raise ValueError(f"item must be a ledger with relation='add-remove', got {one.relation!r}")
     unit = " or ".join(one.units)
     # Where all losses are bounded, so are the divergences, and large orders say the most.
-    beyond = tuple(2.0**power for power in range(11, 31)) if one._largest() < math.inf else ()
+    beyond = (
+        tuple(2.0**power for power in range(11, 31)) if one.composition.largest < math.inf else ()
+    )
     orders = torch.tensor(_ORDERS + beyond, dtype=torch.float64)
     rdp = rdp_of(one, orders)
     if geometric:
         beside = ((1 - 1 / orders) * 2 * rdp + 2 * math.log(mean) / orders).min()
         return Selection(orders, rdp + beside + math.log(mean) / (orders - 1), one.neighbours, unit)
     at = -torch.log1p(-1 / orders)  # ln(lambda / (lambda - 1))
-    deltas = one.delta_at(at)
+    deltas = one.composition.delta_at(at)
     return Selection(
         orders, rdp + mean * deltas + max(math.log(mean), 0.0) / (orders - 1), one.neighbours, unit
     )
@@ -128,11 +130,11 @@ def select_best(item: Any, *, mean: float, distribution: str = "poisson") -> Sel
 def rdp_of(ledger: Ledger, orders: torch.Tensor) -> torch.Tensor:
     """Rényi divergences of all items of a ledger together, at each order."""
     total = torch.zeros_like(orders)
-    for (rate, noise), steps in ledger._runs().items():
+    for (rate, noise), steps in ledger.composition.runs.items():
         total += steps * rdp_sampled_gaussian(
             sample_rate=rate, noise_multiplier=noise, orders=orders
         )
-    total += orders * ledger._gaussian_mu() ** 2 / 2
+    total += orders * ledger.composition.mu**2 / 2
     for item in ledger.items:
         if isinstance(item, Laplace):
             total += item.count * _laplace(item.scale, orders)

@@ -257,32 +257,44 @@ def curve_of(
 
 
 def _composed_curve(sample_rate, noise_multiplier, steps, least):
-    deltas = [delta for delta, before in zip(_DELTAS, (2.0, *_DELTAS)) if before > least]
     run = sample_rate, noise_multiplier, steps
     composed = {
-        direction: [pld.compose_at(*run, direction, delta)[0] for delta in deltas]
+        direction: [pld.compose_at(*run, direction, delta)[0] for delta in curve_deltas(least)]
         for direction in pld.DIRECTIONS
     }
     if noise_multiplier < _REVEALING:
         for direction, losses in composed.items():
             losses.append(pld.compose_near(*run, direction, 0.0))
-    last = max((loss.first + len(loss.masses)) * loss.interval for loss in composed["remove"])
-    epsilons = torch.cat(
-        (
-            torch.linspace(0, last, _NODES, dtype=torch.float64),
-            torch.logspace(math.log10(last) - 8, math.log10(last), _NODES, dtype=torch.float64),
-        )
-    )
-    # Every loss bounds delta everywhere: the best counts in each direction, the worse of them.
+    epsilons = curve_epsilons(last_epsilon(composed["remove"]), _NODES)
     removed, added = (
-        torch.stack([log_deltas_of(loss, epsilons) for loss in composed[direction]]).amin(0)
-        for direction in ("remove", "add")
+        best_log_deltas(composed[direction], epsilons) for direction in ("remove", "add")
     )
     # No loss of adding exceeds a constant. Where noise is so small that all are near it, a composed
     # loss says less.
     below = epsilons - pld.largest_loss_of_adding(sample_rate, steps)
     added = torch.minimum(added, torch.log(-torch.expm1(below.clamp(max=0))))
     return TradeOffCurve(epsilons, torch.maximum(removed, added))
+
+
+def curve_deltas(least: float) -> list[float]:
+    """Deltas near which losses must be accurate for a curve that is good at rates from `least`."""
+    return [delta for delta, before in zip(_DELTAS, (2.0, *_DELTAS)) if before > least] or [1e-2]
+
+
+def curve_epsilons(last: float, nodes: int) -> torch.Tensor:
+    """Epsilons from 0 to `last`, in even steps and as many in even ratios."""
+    ratios = torch.from_numpy(np.geomspace(1e-8 * last, last, nodes))
+    return torch.cat((torch.linspace(0, last, nodes, dtype=torch.float64), ratios)).unique()
+
+
+def last_epsilon(losses):
+    """The epsilon beyond which no finite loss of these lies."""
+    return max((loss.first + len(loss.masses)) * loss.interval for loss in losses)
+
+
+def best_log_deltas(losses, epsilons):
+    """The least of the bounds on delta, all of which hold everywhere, as logarithms."""
+    return torch.stack([log_deltas_of(loss, epsilons) for loss in losses]).amin(0)
 
 
 def log_deltas_of(loss, epsilons):

@@ -264,7 +264,7 @@ def test_without_a_grid_delta_and_the_curve_are_bounds_as_well():
     assert bool((own <= exact + 1e-9).all())
     torch.testing.assert_close(own, exact, rtol=0, atol=1e-4)
     epsilons = torch.tensor([0.0, 1.0, 1e4, 1e5], dtype=torch.float64)
-    deltas = ledger.delta_at(epsilons)
+    deltas = ledger.composition.delta_at(epsilons)
     assert all(
         compute_delta(**run, epsilon=epsilon) <= delta
         for epsilon, delta in zip(epsilons.tolist(), deltas.tolist())
