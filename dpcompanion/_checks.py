@@ -92,12 +92,19 @@ def in_order(name: str, value: Any, persons: Any = None) -> Any:
     if places is not None and (np.array_equal(places, counted) or not from_0):
         return values[places]
     whose = "examples" if persons is None else "persons"
-    found = ", ".join(map(str, index[:3])) + (" ..." if len(index) > 3 else "")
     raise ValueError(
-        f"{name} must be in the order of the {whose}, which its labels {found} leave open: give "
-        "the values in that order, as .to_numpy() does"
-        + ("" if persons is None else ", or label them by the names of the persons")
+        f"{name} must be in the order of the {whose}, which its labels {_some(index)} leave open: "
+        "give the values in that order, as .to_numpy() does"
+        + (
+            ""
+            if persons is None
+            else f", or label them by the names of the persons ({_some(np.asarray(persons))})"
+        )
     )
+
+
+def _some(names):
+    return ", ".join(map(str, names[:3])) + (" ..." if len(names) > 3 else "")
 
 
 def _places(index, persons):
@@ -106,12 +113,12 @@ def _places(index, persons):
     names = np.asarray(persons)
     if names.ndim != 1 or not index.is_unique or len(index) != len(names):
         return None
-    # pandas would read texts as dates, put numbers into intervals, and round whole numbers.
+    # pandas would read texts as dates and put numbers into intervals; and wrap or round numbers
+    # that are not objects.
     texts = {isinstance(each, str) for each in names.tolist()}
     if hasattr(index, "closed") or texts != {index.inferred_type == "string"}:
         return None
-    if index.dtype.kind == "f" and not bool((abs(index) < 2.0**53).all()):
-        return None
+    index = index.astype(object) if index.dtype.kind in "iuf" else index
     try:
         found = index.get_indexer(names)
     except (TypeError, ValueError):  # names of another kind
@@ -144,7 +151,8 @@ def tensor(name: str, value: Any, dtype: torch.dtype | None = None) -> torch.Ten
         return value if dtype is None else value.to(dtype)
     try:
         if isinstance(value, np.ndarray):
-            value = np.asarray(value, order="C")  # PyTorch takes no negative strides
+            # PyTorch takes no negative strides, and warns of what must not be written to
+            value = np.require(value, requirements=["C", "W"])
         found = torch.as_tensor(value, dtype=dtype)
         # lists would go through PyTorch's default type
         if dtype is None and isinstance(value, (list, tuple)) and found.is_floating_point():

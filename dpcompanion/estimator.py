@@ -54,10 +54,12 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         epsilon, delta: what scaler and training may cost together, for every example without a
             budget of its own.
         classes: all labels that y may hold, a public list.
-        lower, upper: public bounds of all columns, or (d,) of each; without them columns are taken
-            as they are.
-        batch_size, epochs: the mean size of a batch, and how often an example is sampled on
-            average.
+        lower, upper: public bounds of all columns, or (d,) of each, by which a private scaler
+            brings columns to one scale; without them columns are taken as they are. Columns of
+            large values then drown the others, since gradients are clipped: give bounds, or values
+            between about -1 and 1.
+        batch_size, epochs: the mean size of a batch, all n examples at most, and how often an
+            example is sampled on average.
         max_grad_norm, learning_rate: to which the gradient of an example is clipped, and the rate
             of plain SGD.
         method: "sample" or "scale", how budgets are met (`DPSGDPlan.for_epsilons`).

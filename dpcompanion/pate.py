@@ -54,6 +54,17 @@ class PateParameters:
     noise_std: float
     weights: torch.Tensor
 
+    def __post_init__(self):
+        number = _checks.number("noise_std", self.noise_std, 0, math.inf, closed="neither")
+        object.__setattr__(self, "noise_std", number)
+        weights = _checks.tensor("weights", self.weights, torch.float64)
+        _checks.in_interval("weights", weights, 0, math.inf, closed="neither")
+        if weights.ndim != 1 or not len(weights):
+            raise ValueError(
+                f"weights must have one entry for each group, got shape {tuple(weights.shape)}"
+            )
+        object.__setattr__(self, "weights", weights)
+
     def epsilons(self, delta: float, *, queries: int) -> torch.Tensor:
         """(P,) epsilons of the groups after so many labels, whatever the votes: exact, add or
         remove one example.
@@ -80,7 +91,6 @@ class PateParameters:
         [1.0, 1.0, 3.0]
         """
         queries = _checks.whole_number("queries", queries, 1)
-        _checks.in_interval("weights", self.weights, 0, math.inf, closed="neither")
         costs = [
             Gaussian(self.noise_std / (math.sqrt(2) * weight), queries)
             for weight in self.weights.tolist()
@@ -219,14 +229,10 @@ def _noisy_on_grid(histogram, noise_std, stream):
 
 def _reach(target_epsilons, counts, target_delta):
     """The largest sensitivity over noise that each budget allows, (P,), and the groups' shares."""
-    epsilons = torch.as_tensor(
-        _checks.in_interval("target_epsilons", target_epsilons, 0, math.inf, closed="neither"),
-        dtype=torch.float64,
-    )
-    counts = torch.as_tensor(
-        _checks.in_interval("counts", counts, 0, math.inf, closed="neither"), dtype=torch.float64
-    )
+    epsilons = _checks.tensor("target_epsilons", target_epsilons, torch.float64)
+    counts = _checks.tensor("counts", counts, torch.float64)
     for name, values in (("target_epsilons", epsilons), ("counts", counts)):
+        _checks.in_interval(name, values, 0, math.inf, closed="neither")
         if values.ndim != 1 or len(values) == 0:
             raise ValueError(
                 f"{name} must be a list with one entry for each group, got shape "

@@ -380,7 +380,7 @@ def _fingerprint(generator):
 
 
 def _bounds(name, value, d):
-    found = torch.as_tensor(_checks.in_interval(name, value, -1e100, 1e100), dtype=torch.float64)
+    found = _checks.tensor(name, _checks.in_interval(name, value, -1e100, 1e100), torch.float64)
     if found.shape not in ((), (d,)):
         raise ValueError(f"{name} must be a number or have shape ({d},), got {tuple(found.shape)}")
     return found.expand(d).clone()

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from dpcompanion.accounting import (
+    Guarantee,
+    Ledger,
     compute_epsilon,
     gaussian_epsilon,
     rdp_sampled_gaussian,
@@ -12,9 +14,11 @@ from dpcompanion.accounting import (
     trade_off,
 )
 from dpcompanion.accounting.histories import epsilon_of_histories
-from dpcompanion.filters import RenyiFilter
+from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.idp import budgets_for, scale_parameters
 from dpcompanion.individual import IndividualAccountant
+from dpcompanion.pate import weighted_parameters
+from dpcompanion.per_instance.steps import step_divergence
 from dpcompanion.training import DPSGDPlan
 
 pandas = pytest.importorskip("pandas")
@@ -51,6 +55,14 @@ TAKEN = {
     "counts": lambda v: (
         scale_parameters(VALUES, v, target_delta=1e-5, max_grad_norm=1.0, **RUN).max_grad_norms
     ),
+    "orders": lambda v: step_divergence(
+        sample_rate=0.1, noise_multiplier=1.0, sensitivity=1.0, orders=v + 1, direction="add"
+    ),
+    "rates": lambda v: Ledger([Guarantee(1.0, 1e-5)]).trade_off(v / 9),
+    "filter budgets": lambda v: RenyiFilter(
+        3, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0, orders=v + 1, budgets=v
+    ).epsilon(1e-5),
+    "pate": lambda v: weighted_parameters(v, v, target_delta=1e-5, queries=9).weights,
     "norms": recorded,
     "steps": lambda v: recorded(
         VALUES, steps=(0 * v + 4).astype(int) if hasattr(v, "astype") else [4, 4, 4]
@@ -81,7 +93,20 @@ def budgets_of(v):
     return RenyiFilter.for_plan(PLAN, v).epsilon(1e-5)
 
 
-@pytest.mark.parametrize("take", [lambda v, **own: budgets_for(v, 3, **own), budgets_of])
+def budgets_by_numbers(v):
+    run = dict(sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=4.0)
+    return RenyiFilter.for_epsilon(3, target_epsilons=v, target_delta=1e-5, **run).epsilon(1e-5)
+
+
+def whole_budgets(v):
+    run = dict(sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=4.0, steps=2)
+    return ExactFilter(3, levels=[1.0], costs=[1], budget=v, **run).budget
+
+
+@pytest.mark.parametrize(
+    "take",
+    [lambda v, **own: budgets_for(v, 3, **own), budgets_of, budgets_by_numbers, whole_budgets],
+)
 @pytest.mark.parametrize("index", [None, [0, 1, 2]])
 def test_budgets_whose_labels_count_from_0_are_in_the_order_of_the_examples(take, index):
     assert torch.equal(take(pandas.Series(VALUES, index=index)), take(VALUES))
@@ -89,8 +114,8 @@ def test_budgets_whose_labels_count_from_0_are_in_the_order_of_the_examples(take
 
 @pytest.mark.parametrize("index", [[2, 0, 1], list("amz"), [0, 0, 1], [7, 8, 9], [0, 1, None]])
 def test_budgets_whose_labels_leave_their_order_open_are_refused(index):
-    for take in (lambda v: budgets_for(v, 3), budgets_of):
-        with pytest.raises(ValueError, match="target_epsilons must be in the order of the exa"):
+    for take in (lambda v: budgets_for(v, 3), budgets_of, budgets_by_numbers, whole_budgets):
+        with pytest.raises(ValueError, match="(target_epsilons|budget) must be in the order of"):
             take(pandas.Series(VALUES, index=index))
 
 
@@ -131,6 +156,7 @@ def test_labels_are_names_only_where_they_are_the_same():
         (list("bac"), list("aab")),
         (["1", 1, 2], [1, "1", 2]),
         (["a\0", "a", "b"], ["a", "a\0", "b"]),
+        (np.array([2, 0, 1], "uint8"), [256, 257, 258]),
         (pandas.CategoricalIndex([1, None, 2]), [1, 2, 3]),
     ]:
         with pytest.raises(ValueError, match="target_epsilons must be in the order of the persons"):

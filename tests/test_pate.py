@@ -43,9 +43,28 @@ def test_a_budget_for_which_a_vote_counts_for_nothing_is_refused():
 
 
 def test_no_ledger_takes_a_group_without_a_vote():
-    found = pate.PateParameters(1.0, torch.tensor([0.0, 1.0], dtype=torch.float64))
     with pytest.raises(ValueError, match="weights must lie in"):
-        found.ledger_entry(queries=3)
+        pate.PateParameters(1.0, torch.tensor([0.0, 1.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "noise_std, weights, word",
+    [
+        (-1.0, [1.0], "noise_std"),
+        (0.0, [1.0], "noise_std"),
+        (1.0, [], "weights"),
+        (1.0, 2.0, "weights"),
+    ],
+)
+def test_parameters_by_hand_are_checked(noise_std, weights, word):
+    with pytest.raises(ValueError, match=f"{word} must"):
+        pate.PateParameters(noise_std, weights)
+
+
+def test_parameters_by_hand_may_be_lists():
+    found = pate.PateParameters(4, [1, 2])
+    assert found.epsilons(1e-5, queries=2)[0] < found.epsilons(1e-5, queries=2)[1]
+    assert found.ledger_entry(queries=2).item.noise_multiplier == pytest.approx(2**0.5)
 
 
 def test_a_ledger_charges_each_example_what_labels_cost_its_group():

@@ -29,6 +29,7 @@ ledger: plans, histories, trackers, accountants and filters of this library do.
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -495,10 +496,17 @@ def entry_of(given: Any, delta: float | None = None) -> LedgerEntry:
         return LedgerEntry(given) if isinstance(given, Item) else given
     if not isinstance(given, HasLedgerEntry) or isinstance(given, type):
         held = isinstance(getattr(given, "history", None), list)  # as accountants of Opacus do
+        written = isinstance(given, str | os.PathLike | dict)
         raise ValueError(
             f"item must be one of {', '.join(ITEMS)}, a ledger, or have a ledger_entry, such as a "
             f"plan, a history, an account or a filter, got {given!r:.80}"
             + ("; for an accountant of Opacus use Ledger.from_opacus(accountant)" if held else "")
+            + (
+                "; files are read by Ledger.from_json, DPSGDPlan.from_json; a card of a run has no "
+                "mechanism: keep Ledger().add(history).to_json(path)"
+                if written
+                else ""
+            )
         )
     return given.ledger_entry(delta=delta)
 

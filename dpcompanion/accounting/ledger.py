@@ -422,6 +422,7 @@ class Ledger:
         >>> round(ledger.trade_off(0.01), 3)
         0.962
         """
+        false_positive_rate = _checks.unlabelled(false_positive_rate)
         _checks.in_interval("false_positive_rate", false_positive_rate, 0, 1)
         rates = torch.as_tensor(false_positive_rate, dtype=torch.float64, device="cpu")
         found = self.composition.trade_off(rates.reshape(-1))

@@ -8,28 +8,28 @@ from dpcompanion import _checks, accounting
 from dpcompanion._norms import raised
 from dpcompanion._rounding import epsilons_in_words
 from dpcompanion.idp.parameters import rdp_epsilons
-from dpcompanion.mechanism.plan import DPSGDPlan
+from dpcompanion.mechanism.plan import STOPPED_EARLY, DPSGDPlan
 
 
 class FixedBudgets:
-    """Rates, clip norms and noise that use up budgets in the planned steps.
+    """A plan whose rates, clip norms and noise use up budgets in its steps.
 
     Args:
-        rates, norms, noises: (n,) float64; `noises` over the example's own clip norm.
-        budgets: (n,) epsilons at `target_delta` after `planned` steps.
-        by: the accountant, "rdp" or "pld", of the uniform epsilon and of each.
-        unit: what one of the n is called.
+        plan: of the whole run.
+        noises: (n,) float64, over each example's own clip norm, as they were calibrated: the plan's
+            are the same up to rounding.
+        budgets: (n,) epsilons at the plan's delta after its steps.
     """
 
     _DIFFERENT = 256
 
-    def __init__(self, *, rates, norms, noises, budgets, target_delta, planned, by, unit="example"):
+    def __init__(self, plan, noises, budgets):
+        self._plan, self.planned, self.n = plan, plan.steps, plan.n
         # Its own tensors: what is shown elsewhere may be written to.
         self._rates, self._norms, self._noises, self._budgets = (
-            t.clone() for t in (rates, norms, noises, budgets)
+            torch.as_tensor(values, dtype=torch.float64).expand(plan.n).clone()
+            for values in (plan.sample_rate, plan.max_grad_norm, noises, budgets)
         )
-        self._target_delta, self.planned, self._by, self.n = target_delta, planned, by, len(budgets)
-        self._unit = unit
 
     def clip_norms(self):
         """(n,) norms that the present step clips to."""
@@ -43,7 +43,7 @@ class FixedBudgets:
         pairs, which = torch.unique(
             torch.stack([self._rates, self._noises], dim=1), dim=0, return_inverse=True
         )
-        if self._by == "rdp" and len(pairs) > self._DIFFERENT:
+        if self._plan.accountant == "rdp" and len(pairs) > self._DIFFERENT:
             epsilons = rdp_epsilons(pairs[:, 0], pairs[:, 1], steps=steps, delta=delta)
         else:
             if len(pairs) > self._DIFFERENT:
@@ -69,47 +69,34 @@ class FixedBudgets:
                         noise_multiplier=noise,
                         steps=steps,
                         delta=delta,
-                        accountant=self._by,
+                        accountant=self._plan.accountant,
                     )
                     for rate, noise in pairs.tolist()
                 ],
                 dtype=torch.float64,
             )
         epsilons = epsilons[which]
-        if steps <= self.planned and delta >= self._target_delta:
+        if steps <= self.planned and delta >= self._plan.delta:
             epsilons = torch.minimum(epsilons, self._budgets)
         return epsilons
 
-    def plan(self, steps):
-        """The plan of all planned steps, or of those that were taken if they are more."""
-        mean = float(self._norms.mean())
-        return DPSGDPlan(
-            n=self.n,
-            sample_rate=_one_if_alike(self._rates),
-            steps=max(steps, self.planned),
-            max_grad_norm=_one_if_alike(self._norms),
-            noise_multiplier=float(self._noises[0] * self._norms[0]) / mean,
-            delta=self._target_delta,
-            accountant=self._by,
-            unit=self._unit,
-        )
-
     def statement(self, steps):
         """What the epsilons are about: so many steps, or before the first all that are planned."""
-        return self.plan(steps).statement(steps=steps or None)
+        return self._plan.statement(steps=steps or None)
 
     def promise(self, steps):
-        """The epsilons of `statement`, in words: no larger than the budgets, by calibration."""
-        found = (
-            self._budgets
-            if steps in (0, self.planned)
-            else self.epsilons(steps, self._target_delta)
-        )
-        return f"Epsilon at most {epsilons_in_words(found)}."
+        """The epsilons of `statement`, in words, and of a run that stops early those that hold
+        whatever stopped it: no larger than the budgets, by calibration.
+        """
+        planned = epsilons_in_words(self._budgets)
+        if steps in (0, self.planned):
+            return f"Epsilon at most {planned}."
+        found = epsilons_in_words(self.epsilons(steps, self._plan.delta))
+        return f"Epsilon at most {found}. {STOPPED_EARLY.format(planned=planned)}"
 
     def ledger_entry(self, steps, delta):
         """What the run counts as in a ledger."""
-        return self.plan(steps).ledger_entry(delta)
+        return self._plan.ledger_entry(delta)
 
     def parameters(self):
         """What must be the same in a run that goes on."""
@@ -118,9 +105,9 @@ class FixedBudgets:
             "noises": self._noises,
             "norms": self._norms,
             "budgets": self._budgets,
-            "target_delta": self._target_delta,
+            "target_delta": self._plan.delta,
             "planned": self.planned,
-            "by": self._by,
+            "by": self._plan.accountant,
         }
 
     def state_dict(self):
@@ -128,10 +115,6 @@ class FixedBudgets:
 
     def load_state_dict(self, state):
         pass
-
-
-def _one_if_alike(values):
-    return float(values[0]) if bool((values == values[0]).all()) else values
 
 
 class FilteredBudgets:

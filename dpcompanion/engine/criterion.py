@@ -215,7 +215,7 @@ def note_call(watch, unreduced, args, kwargs, losses, loss_reduction):
                 places[number] = source
         if places:
             break
-    batch = watch._noted.handed_out
+    batch = watch.handed_out
     if not places or one is None:
         raise ValueError(
             "criterion must be called with the module's outputs as they are, or views of them with "

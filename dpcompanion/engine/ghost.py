@@ -168,7 +168,7 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
     def _note_truth(self, losses):
         self._truth, proof = {}, cast(Proof, self._proof)
         trained = [p for p in self.hooks._module.parameters() if p.requires_grad]
-        with proof._plain():
+        with proof.without_hooks():
             if self.shards is not None:
                 self.shards.check_within(losses, self.params)
             for row in sorted({round(i * (len(losses) - 1) / 7) for i in range(8)}):
@@ -271,7 +271,7 @@ class GhostCriterion(DPLossFastGradientClipping):
                 f"criterion must take the module's outputs and the targets, but: {error}"
             ) from error
         found.__class__ = GhostLosses
-        losses, watch = found.loss_per_sample, self.optimizer._watch
+        losses, watch = found.loss_per_sample, self.optimizer.watch
         if (
             watch is not None
             and losses.ndim == 1

@@ -102,6 +102,11 @@ class LossWatch:
             ):
                 layer.register_forward_hook(functools.partial(self._note_layer, name or "module"))
 
+    @property
+    def handed_out(self):
+        """The examples of the batch that the data set handed out last; None before the first."""
+        return self._noted.handed_out
+
     def __getstate__(self):
         # a copy of the module is none of this training's
         return {"_hooks": None, "_depth": 0, "_compares_sums": False}
@@ -119,9 +124,7 @@ class LossWatch:
         if self._hooks is None or self._depth or not torch.is_grad_enabled() or self._busy():
             return
         if layer.training and torch.is_tensor(outputs) and is_learnt_from(outputs):
-            outputs.register_hook(
-                functools.partial(self._arrives_beside, name, self._noted.handed_out)
-            )
+            outputs.register_hook(functools.partial(self._arrives_beside, name, self.handed_out))
 
     def _arrives_beside(self, name, batch, gradient):
         if getattr(self._hooks, "hooks_enabled", True):
@@ -131,7 +134,7 @@ class LossWatch:
         counts = module.training or not hasattr(self._hooks, "hooks_enabled")
         if self._hooks is None or not counts or not torch.is_grad_enabled() or self._busy():
             return None
-        one, batch = Pass(self._noted.handed_out), self._noted.handed_out
+        one, batch = Pass(self.handed_out), self.handed_out
         if batch is not self._looked_at:
             self._looked_at, self._batches = batch, self._batches + 1
 
@@ -235,7 +238,7 @@ class LossWatch:
     def passes(self):
         """Forward passes over the batch at hand whose outputs are still there."""
         found = (ref() for ref in self._recent)
-        return [one for one in found if one is not None and one.batch is self._noted.handed_out]
+        return [one for one in found if one is not None and one.batch is self.handed_out]
 
     # What must hold of it.
 
@@ -245,7 +248,7 @@ class LossWatch:
         Raises:
             ValueError: naming what the loss looks like, and the ways out.
         """
-        batch = self._noted.handed_out
+        batch = self.handed_out
         passes, self._arrived = [one for one in self._arrived if one.batch is batch], []
         if self._beside is not None and self._beside[1] is batch:
             raise ValueError(

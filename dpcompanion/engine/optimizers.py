@@ -66,7 +66,7 @@ class Following(DPOptimizer):
         self._proof = proof
         self.hooks = hooks
         self._trained = trainable(hooks._module)
-        self._watch = watch
+        self.watch = watch
         self._traceless, self.ranks, self.shards = traceless, current(), shards_of(hooks)
         if self.shards is not None:
             self.shards.watch(hooks, noted, draws)
@@ -125,7 +125,7 @@ class Following(DPOptimizer):
         """
         if self._spoilt:
             raise FloatingPointError(not_finite("it was noticed after the step"))
-        if self._watch is not None and self._watch.spoilt:
+        if self.watch is not None and self.watch.spoilt:
             raise ValueError(
                 "loss must be a mean of losses of which each depends on one example, as it was in "
                 "the first batch, but in a later one another gradient came back to the module's "
@@ -221,8 +221,8 @@ class Following(DPOptimizer):
                 "it could not be proved that it treats examples one by one, which prove=False "
                 "takes on your word"
             )
-        if self._watch is not None:
-            self._watch.check()
+        if self.watch is not None:
+            self.watch.check()
         own = to_device(
             (share * self._accountant.budgets.clip_norms()[batch]).to(norms.dtype), norms.device
         )
@@ -230,7 +230,7 @@ class Following(DPOptimizer):
         hair = max(margin(_wide(p.dtype)) for p in self.params)
         factors = (own / (norms * hair + 1e-6)).clamp(max=1.0)
         fits = norms.isfinite()
-        for watch in (self._watch, self._traceless):
+        for watch in (self.watch, self._traceless):
             if watch is not None and watch.spoilt is not False:
                 fits = fits & ~watch.spoilt
         return torch.where(fits, factors, 0.0)

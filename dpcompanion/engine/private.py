@@ -30,12 +30,17 @@ from dpcompanion.idp.parameters import (
     sample_parameters,
     scale_parameters,
 )
+from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.training import distributed
 from dpcompanion.training.checkpoints import read_back
 
 METHODS = ("sample", "scale", "combined")
 MODES = ("hooks", "functorch", "ew", "ghost")
 CLIPPINGS = ("flat", "per_layer")
+
+
+def _one_if_alike(values):
+    return float(values[0]) if bool((values == values[0]).all()) else values
 
 
 def _check_method(method, sample_weight, noise_range):
@@ -285,27 +290,22 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             "steps": epochs * length,
             "accountant": self._by,
         }
-        if target_delta >= 1 / n:
-            warnings.warn(
-                f"target_delta must be below 1 / n = {1 / n:.3g} to mean anything, got "
-                f"{target_delta:g}: a mechanism that publishes one {units.unit} in full has such a "
-                "delta",
-                UserWarning,
-                stacklevel=3,
-            )
         multiplier = self._calibrate(
             method, budgets, run, max_grad_norm, sample_weight, noise_range
         )
-        fixed = FixedBudgets(
-            rates=self.sample_rates,
-            norms=self.max_grad_norms,
-            noises=self.noise_multipliers,
-            budgets=budgets,
-            target_delta=run["target_delta"],
-            planned=run["steps"],
-            by=self._by,
+        plan = DPSGDPlan(
+            n=n,
+            sample_rate=_one_if_alike(self.sample_rates),
+            steps=run["steps"],
+            max_grad_norm=_one_if_alike(self.max_grad_norms),
+            # over the mean of the clip norms, which rounding may set apart from max_grad_norm
+            noise_multiplier=float(self.noise_multipliers[0] * self.max_grad_norms[0])
+            / float(self.max_grad_norms.mean()),
+            delta=run["target_delta"],
+            accountant=self._by,
             unit=units.unit,
         )
+        fixed = FixedBudgets(plan, self.noise_multipliers, budgets)
         self.people = units.ownership
         return assemble(
             self,

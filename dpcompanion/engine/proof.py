@@ -229,7 +229,7 @@ class Proof:
         """What the module puts out for the first example alone, with the same random draws."""
         args, kwargs = batch.take([0])
         self.rows, device = 1, next(self._inner.parameters()).device
-        with drawing_alike(device), self._plain(), torch.no_grad():
+        with drawing_alike(device), self.without_hooks(), torch.no_grad():
             return numbers_in(self._inner(*args, **kwargs))
 
     def _mixes_at_times(self, batch):
@@ -245,7 +245,7 @@ class Proof:
         def put_out(rows, seed):
             args, kwargs = batch.take(rows)
             self.rows = len(rows)
-            with drawing_alike(device, seed), self._plain(), torch.no_grad():
+            with drawing_alike(device, seed), self.without_hooks(), torch.no_grad():
                 return numbers_in(self._inner(*args, **kwargs)), next_draws(device)
 
         with drawing_alike(device):
@@ -312,7 +312,7 @@ class Proof:
                 p.grad_sample = None
 
     @contextlib.contextmanager
-    def _plain(self):
+    def without_hooks(self):
         """The hooks of Opacus look away."""
         if not hasattr(self._hooks, "hooks_enabled"):
             yield
@@ -330,7 +330,7 @@ class Proof:
         """
         args, kwargs = batch.take([row])
         self.rows = 1
-        with self._plain():
+        with self.without_hooks():
             outputs = self._outputs(self._inner(*args, **kwargs))
             if not outputs:
                 return (), [], []
@@ -439,7 +439,7 @@ class Proof:
                 check(norms, abs(norms - lengths), _norms_differ)
                 if rows != checked or not own.requires_grad:
                     continue  # beside losses that are not finite the gradient of one is none either
-                with self._plain():
+                with self.without_hooks():
                     found = torch.autograd.grad(
                         own[i],
                         parameters,
@@ -501,7 +501,7 @@ class Proof:
         whether the module puts out numbers for the whole batch.
         """
         args, kwargs = batch.take(rows)
-        with self._plain():
+        with self.without_hooks():
             outputs = self._outputs(self._inner(*args, **kwargs))
             parts = [
                 parts_of(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))

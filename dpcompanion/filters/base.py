@@ -1,10 +1,11 @@
-"""What filters share: the norms of all examples that they take before each step, and what they
-promise to a ledger.
+"""What filters share: the run that they are for, the norms of all examples that they take before
+each step, and what they promise to a ledger.
 
 Where filter and norms lie on a GPU, nothing here waits for it: a norm that is out of range counts
 as infinite, so that what the filter promises holds, is noted, and refused when the filter is read.
 
->>> PrivacyFilter(2, device=None)._checked_norms([0.3, 7.0])
+>>> run = dict(sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
+>>> PrivacyFilter(2, **run, device=None)._checked_norms([0.3, 7.0])
 tensor([0.3000, 7.0000], dtype=torch.float64)
 """
 
@@ -18,7 +19,7 @@ from dpcompanion.accounting import Guarantee, LedgerEntry, PersonalCosts
 
 
 class PrivacyFilter:
-    """The n examples of a filter, checks of their norms, and what a ledger is told."""
+    """A filter's n examples and its run, checks of norms, and what a ledger is told."""
 
     #: Of what a ledger is told: "zero-out", which what holds for adding or removing implies, unless
     #: a plan says more.
@@ -29,8 +30,15 @@ class PrivacyFilter:
     #: A name of the run that it pays for, if that has checkpoints.
     pays_for: str | None = None
 
-    def __init__(self, n, *, device):
+    def __init__(self, n, *, sample_rate, noise_multiplier, max_grad_norm, device):
         self.n = _checks.whole_number("n", n, 1, _checks.MOST_EXAMPLES)
+        self.sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
+        self.noise_multiplier = _checks.number(
+            "noise_multiplier", noise_multiplier, 0, math.inf, closed="neither"
+        )
+        self.max_grad_norm = _checks.number(
+            "max_grad_norm", max_grad_norm, 0, math.inf, closed="neither"
+        )
         self.device = torch.device("cpu" if device is None else device)
         self._deferred = DeferredErrors(self.device)  # norms out of range
 
@@ -62,6 +70,21 @@ class PrivacyFilter:
         """This filter, with what its plan says that an example is."""
         self.relation, self.unit = plan.relation, plan.unit
         return self
+
+    def _parameters(self):
+        """What another filter's must be equal to for its state to be taken over."""
+        return {
+            "n": self.n,
+            "sample_rate": self.sample_rate,
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self.max_grad_norm,
+        }
+
+    def _check_parameters(self, state):
+        if (parameters := _checks.entry(state, "parameters")) != self._parameters():
+            raise ValueError(
+                f"state must be of a filter with {self._parameters()}, got {parameters}"
+            )
 
     def _checked_norms(self, norms, most=math.inf, slack=0.0):
         """Norms from 0 to `most` (1 + `slack`), as (n,) float64 on the filter's device."""

@@ -30,7 +30,7 @@ from dpcompanion.accounting import compute_epsilon, find_noise_multiplier, find_
 from dpcompanion.accounting.loss import DIRECTIONS
 from dpcompanion.filters.cache import cached
 from dpcompanion.filters.game import adaptive_delta, check_costs, check_levels, worst_case
-from dpcompanion.filters.pairs import SampledGaussian
+from dpcompanion.filters.pairs import SampledGaussianBlock
 
 #: A search for noise or epsilon stops when the answer is known to this relative precision.
 PRECISION = 1e-3
@@ -98,11 +98,11 @@ def level_costs(
     level, count = _affordable(
         levels, sample_rate, noise_multiplier, steps, block, target_epsilon, target_delta
     )
-    tilt, log_delta = SampledGaussian(sample_rate, noise_multiplier / level, block).reference(
+    tilt, log_delta = SampledGaussianBlock(sample_rate, noise_multiplier / level, block).reference(
         "remove", max(1, count), target_epsilon
     )
     prices = [
-        SampledGaussian(sample_rate, noise_multiplier / z, block).log_mass(
+        SampledGaussianBlock(sample_rate, noise_multiplier / z, block).log_mass(
             "remove", tilt, log_delta - math.log(max(1, count))
         )
         for z in levels
@@ -269,7 +269,7 @@ def _largest_budget(
         budget = min(budget, cost * (count + 1) - 1)
     dearer = [c for z, c in zip(levels, costs) if z > level]
     budget = max(min([budget, *(c - 1 for c in dearer)]), 0)
-    pairs = [SampledGaussian(sample_rate, noise_multiplier / z, block) for z in levels]
+    pairs = [SampledGaussianBlock(sample_rate, noise_multiplier / z, block) for z in levels]
     reached = 0.0
     for direction in DIRECTIONS if sample_rate < 1 else DIRECTIONS[:1]:
         if budget < min(costs):
@@ -334,7 +334,7 @@ def _delta(
 
     Many arguments, since all of the question is the key of the cache.
     """
-    pairs = [SampledGaussian(sample_rate, noise_multiplier / level, block) for level in levels]
+    pairs = [SampledGaussianBlock(sample_rate, noise_multiplier / level, block) for level in levels]
     delta = 0.0
     for direction in DIRECTIONS if sample_rate < 1 else DIRECTIONS[:1]:
         game = worst_case(

@@ -23,7 +23,6 @@ that is read off the run afterwards has no such promise.
 What an example has `spent` is as private as the example.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -109,13 +108,12 @@ class ExactFilter(PrivacyFilter):
         progress: bool | None = None,
     ):
         """Many arguments, since a run, its levels and its budgets are described by numbers."""
-        super().__init__(n, device=device)
-        self.sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
-        self.noise_multiplier = _checks.number(
-            "noise_multiplier", noise_multiplier, 0, math.inf, closed="neither"
-        )
-        self.max_grad_norm = _checks.number(
-            "max_grad_norm", max_grad_norm, 0, math.inf, closed="neither"
+        super().__init__(
+            n,
+            sample_rate=sample_rate,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            device=device,
         )
         self.levels = tuple(check_levels(levels))
         self.steps = _checks.whole_number("steps", steps, 1)
@@ -135,6 +133,7 @@ class ExactFilter(PrivacyFilter):
             raise ValueError("costs must be given with a budget, got None")
         else:
             tables, which = [costs], torch.tensor(0)
+        budget = _checks.in_order("budget", budget)
         _checks.in_interval("budget", budget, 1, 2**53)
         # which holds whole numbers up to 2^53
         budget = torch.as_tensor(budget, dtype=torch.float64)
@@ -177,6 +176,7 @@ class ExactFilter(PrivacyFilter):
             costs=costs,
             progress=self._progress,
         )
+        target_epsilon = _checks.in_order("target_epsilon", target_epsilon)
         _checks.in_interval("target_epsilon", target_epsilon, 0, LARGEST_EPSILON, closed="right")
         targets = torch.as_tensor(target_epsilon, dtype=torch.float64).cpu()
         distinct, which = targets.unique(return_inverse=True)
@@ -390,10 +390,7 @@ class ExactFilter(PrivacyFilter):
 
     def load_state_dict(self, state: State) -> None:
         """Go on from a `state_dict` of the same parameters and budgets; ValueError otherwise."""
-        if (parameters := _checks.entry(state, "parameters")) != self._parameters():
-            raise ValueError(
-                f"state must be of a filter with {self._parameters()}, got {parameters}"
-            )
+        self._check_parameters(state)
         tensors = {
             name: _checks.tensor_entry(state, name) for name in ("budget", "spent", "current")
         }
@@ -421,11 +418,7 @@ class ExactFilter(PrivacyFilter):
         self._limits, self._steps_left = None, steps_left
 
     def _parameters(self):
-        return {
-            "n": self.n,
-            "sample_rate": self.sample_rate,
-            "noise_multiplier": self.noise_multiplier,
-            "max_grad_norm": self.max_grad_norm,
+        return super()._parameters() | {
             "levels": list(self.levels),
             "costs": [list(self._tables[k]) for k in self._which.tolist()]
             if len(self._tables) > 1

@@ -43,7 +43,7 @@ from scipy.fft import irfft, next_fast_len, rfft
 from dpcompanion import _checks
 from dpcompanion._progress import bar
 from dpcompanion.accounting.loss import DIRECTIONS
-from dpcompanion.filters.pairs import SampledGaussian
+from dpcompanion.filters.pairs import SampledGaussianBlock
 
 #: Half of what the discretisation may add to epsilon, relatively, where the grid is chosen.
 TOLERANCE = 2e-3
@@ -444,7 +444,7 @@ def play(
     # more noise loses less, on a grid that would have to be finer and finer
     noise_multiplier = min(noise_multiplier, _LARGEST_NOISE)
     block = _checks.whole_number("block", block, 1)
-    pairs = [SampledGaussian(sample_rate, noise_multiplier / level, block) for level in levels]
+    pairs = [SampledGaussianBlock(sample_rate, noise_multiplier / level, block) for level in levels]
     # Full batches lose the same in both directions.
     games = [
         worst_case(

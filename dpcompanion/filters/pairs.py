@@ -7,8 +7,8 @@ its mean, so the expectation of every convex function of it rises, which is all 
 The masses are tilted, :math:`P(L = l)\, e^{\lambda l}`, so that rounding is relative to the delta
 that is asked for.
 
-* `SampledGaussian`: a block of steps of DP-SGD at one clip norm, any rate up to 1. Several steps
-  are composed on a finer grid first, so that each block is rounded once.
+* `SampledGaussianBlock`: a block of steps of DP-SGD at one clip norm, any rate up to 1. Several
+  steps are composed on a finer grid first, so that each block is rounded once.
 * `Discrete`: any mechanism given by two lists of probabilities.
 
 >>> coin = Discrete([0.25, 0.75], [0.75, 0.25])
@@ -79,7 +79,7 @@ def connect_the_dots(losses, masses, interval, tilt, cells=None):
     return first, found
 
 
-class SampledGaussian:
+class SampledGaussianBlock:
     """`steps` steps of DP-SGD at one clip norm: Poisson sampling, add or remove one example.
 
     Args:
@@ -222,12 +222,12 @@ class Discrete:
         return np.log(p[both] / q[both]), p[both], float(p[q == 0].sum())
 
     def largest_loss(self, direction):
-        """As in `SampledGaussian`."""
+        """As in `SampledGaussianBlock`."""
         losses, _, infinite = self._losses(direction)
         return math.inf if infinite else float(losses.max())
 
     def reference(self, direction, times, epsilon):
-        """As in `SampledGaussian`, by Chernoff's bound."""
+        """As in `SampledGaussianBlock`, by Chernoff's bound."""
         losses, masses, infinite = self._losses(direction)
         if times * self.largest_loss(direction) <= epsilon:
             return 1.0, -math.inf
@@ -244,13 +244,13 @@ class Discrete:
         )
 
     def log_mass(self, direction, tilt, log_capped):
-        """As in `SampledGaussian`."""
+        """As in `SampledGaussianBlock`."""
         losses, masses, _ = self._losses(direction)
         top = float(losses.max())
         return tilt * top + math.log(float((masses * np.exp(tilt * (losses - top))).sum()))
 
     def law(self, direction, *, tilt, interval, log_capped=-math.inf):
-        """As in `SampledGaussian`; infinite losses count as delta."""
+        """As in `SampledGaussianBlock`; infinite losses count as delta."""
         losses, masses, infinite = self._losses(direction)
         masses = masses * np.exp(tilt * losses)
         log_mass = math.log(masses.sum())

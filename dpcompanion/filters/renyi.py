@@ -87,14 +87,14 @@ class RenyiFilter(PrivacyFilter):
         budgets: Array,
         device: Device = None,
     ):
-        super().__init__(n, device=device)
-        self.sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
-        self.noise_multiplier = _checks.number(
-            "noise_multiplier", noise_multiplier, 0, math.inf, closed="neither"
+        super().__init__(
+            n,
+            sample_rate=sample_rate,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            device=device,
         )
-        self.max_grad_norm = _checks.number(
-            "max_grad_norm", max_grad_norm, 0, math.inf, closed="neither"
-        )
+        orders, budgets = _checks.unlabelled(orders), _checks.unlabelled(budgets)
         _checks.in_interval("orders", orders, 1, math.inf, closed="neither")
         orders = torch.as_tensor(orders, dtype=torch.float64, device="cpu").reshape(-1)
         if len(orders.unique()) != len(orders) or not len(orders):
@@ -185,6 +185,7 @@ class RenyiFilter(PrivacyFilter):
         noise_multiplier = _checks.number(
             "noise_multiplier", noise_multiplier, 0, math.inf, closed="neither"
         )
+        target_epsilons = _checks.in_order("target_epsilons", target_epsilons)
         _checks.in_interval("target_epsilons", target_epsilons, 0, math.inf, closed="neither")
         delta = _checks.number("target_delta", target_delta, 0, 1, closed="neither")
         targets = torch.as_tensor(target_epsilons, dtype=torch.float64, device="cpu")
@@ -326,10 +327,7 @@ class RenyiFilter(PrivacyFilter):
             ValueError: naming what differs, or what cannot be: an example that has spent less than
                 0 or more than its budget.
         """
-        if (parameters := _checks.entry(state, "parameters")) != self._parameters():
-            raise ValueError(
-                f"state must be of a filter with {self._parameters()}, got {parameters}"
-            )
+        self._check_parameters(state)
         budgets, spent, active = (
             _checks.tensor_entry(state, name).to(self.device)
             for name in ("budgets", "spent", "active")
@@ -354,10 +352,4 @@ class RenyiFilter(PrivacyFilter):
         self._spent, self._active = spent.clone(), active.clone()
 
     def _parameters(self):
-        return {
-            "n": self.n,
-            "sample_rate": self.sample_rate,
-            "noise_multiplier": self.noise_multiplier,
-            "max_grad_norm": self.max_grad_norm,
-            "orders": self._orders.tolist(),
-        }
+        return super()._parameters() | {"orders": self._orders.tolist()}

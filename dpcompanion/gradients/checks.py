@@ -367,9 +367,13 @@ def check_losses(losses, n):
             else type(losses).__name__
         )
         raise ValueError(
-            f"loss must return one number an example, shape ({n},), got {got}"
+            f"loss must return one number an example, shape ({n},) for {n} examples, got {got}"
             + (": a number for the whole batch cannot be taken apart" if got == "shape ()" else "")
-            + "; use reduction='none', and the mean over an example's own tokens where it has "
-            "several"
+            + (
+                "; take the mean of each example's own, as losses.flatten(1).mean(1) does"
+                if isinstance(losses, torch.Tensor) and losses.ndim > 1 and len(losses) == n
+                else "; use reduction='none', and the mean over an example's own tokens where it "
+                "has several"
+            )
         )
     return losses

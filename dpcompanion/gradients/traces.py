@@ -137,6 +137,20 @@ def weights_nearby(parameters):
             p.data = data
 
 
+@contextlib.contextmanager
+def in_double(model):
+    """Parameters and buffers of a model as float64; then as before, to the bit."""
+    parts = (*model.parameters(), *model.buffers())
+    own = {id(part): (part, part.data) for part in parts if part.is_floating_point()}
+    try:
+        for part, data in own.values():
+            part.data = data.double()
+        yield
+    finally:
+        for part, data in own.values():
+            part.data = data
+
+
 def untrained(model):
     """Buffers and frozen parameters, {what to call it: tensor}: no step may change them, as no
     noise would cover it.

@@ -126,7 +126,7 @@ def budgets_for(target_epsilons: Any, n: int, *, persons: Any = None) -> torch.T
         return dealt[torch.from_numpy(np.random.RandomState(0).permutation(n))]
     _check_nobody_opts_out(given)
     _checks.in_interval("target_epsilons", given, 0, math.inf, closed="neither")
-    budgets = torch.as_tensor(given, dtype=torch.float64, device="cpu")
+    budgets = _checks.tensor("target_epsilons", given, torch.float64).cpu()
     if budgets.shape not in ((), (n,)):
         raise ValueError(
             f"target_epsilons must be a number, ({n},) or {{budget: share}}, got "

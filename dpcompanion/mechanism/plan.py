@@ -100,6 +100,10 @@ from dpcompanion.mechanism.secure import SecureStream
 RELATIONS = ("zero-out", "add-remove")
 #: How several budgets are kept: a larger one is sampled more often, or has a larger clip norm.
 METHODS = ("sample", "scale")
+#: What statements say of runs that took fewer steps than were planned.
+STOPPED_EARLY = (
+    "If what ended the run looked at the model, the epsilon of all planned steps holds, {planned}."
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -527,8 +531,9 @@ class DPSGDPlan:
 
     def statement(self, *, steps: int | None = None) -> str:
         """What an epsilon of this plan is about, in one sentence: relation, public constants,
-        sampler, noise, delta, accountant. With `steps` it is about so many of the plan's steps, as
-        of a run that was stopped.
+        sampler, noise, delta, accountant. The epsilon itself, which may take a while, is `epsilon`;
+        `History.statement` has both. With `steps` it is about so many of the plan's steps, as of a
+        run that was stopped.
 
         Raises:
             ValueError: if `steps` exceeds the plan's.

@@ -85,6 +85,7 @@ def step_divergence(
             [0.0000, 0.0000]], dtype=torch.float64)
     """
     _checks.in_interval("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
+    orders = _checks.unlabelled(orders)
     _checks.in_interval("orders", orders, 1, _LARGEST_ORDER, closed="right")
     given = sample_rate, noise_multiplier, sensitivity, orders
     q, noise, sensitivity = as_tensors(

@@ -30,7 +30,7 @@ from dpcompanion import _files
 from dpcompanion._rounding import epsilons_in_words
 from dpcompanion.accounting import Ledger, LedgerEntry, SampledGaussian
 from dpcompanion.accounting.items import entry_of
-from dpcompanion.mechanism.plan import DPSGDPlan
+from dpcompanion.mechanism.plan import STOPPED_EARLY, DPSGDPlan
 from dpcompanion.seeds import SEEDED
 from dpcompanion.training.checkpoints import Checkpoint
 
@@ -198,10 +198,7 @@ class History:
             else f"Without its filter the epsilon would be {spent}."
         )
         if self.steps < plan.steps:
-            said.append(
-                "If what ended the run looked at the model, the epsilon of all planned steps "
-                f"holds, {epsilons_in_words(plan.epsilon())}."
-            )
+            said.append(STOPPED_EARLY.format(planned=epsilons_in_words(plan.epsilon())))
         if filter is not None:
             promised = epsilons_in_words(self.promised())
             said.append(

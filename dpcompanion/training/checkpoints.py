@@ -311,3 +311,21 @@ def read_keys(path, streams):
             f"checkpoint must have its keys in {path!r} as they were written, but that file is "
             f"damaged ({error}); remove it to go on with new random numbers"
         ) from None
+
+
+def check_fits(model, state, path):
+    """Refuse the weights and buffers of another model, before anything is loaded."""
+    theirs, ours = (
+        {name: tuple(getattr(value, "shape", ())) for name, value in of.items()}
+        for of in (state, model.state_dict())
+    )
+    if theirs != ours:
+        differ = [
+            f"{name} is {theirs.get(name, 'missing')} there, {ours.get(name, 'missing')} here"
+            for name in {**ours, **theirs}
+            if theirs.get(name) != ours.get(name)
+        ]
+        raise ValueError(
+            "checkpoint must hold the weights and buffers of this model, but in "
+            f"{os.fspath(path)!r} {'; '.join(differ)}"
+        )

@@ -18,6 +18,7 @@ model's weights, not what is logged beside them.
 """
 
 import contextlib
+import copy
 import math
 import os
 import pathlib
@@ -44,6 +45,7 @@ from dpcompanion.training import distributed
 from dpcompanion.training.callbacks import Callbacks, History, Run, check_extras, seen_at_epoch
 from dpcompanion.training.checkpoints import (
     Checkpoint,
+    check_fits,
     key_file,
     note_seeds,
     plain,
@@ -768,11 +770,19 @@ class TrainingLoop:
         write_checkpoint(path, content | rest)
 
     def take_over(self, content):
-        """Go on from the draws, accounts and history of a checkpoint of this run."""
+        """Go on from the draws, accounts and history of a checkpoint of this run. Where one of the
+        accounts is refused all stay what they were: what a filter has paid is never forgotten.
+        """
+        before = {name: copy.deepcopy(item.state_dict()) for name, item in self.stateful.items()}
+        try:
+            for name, state in content["stateful"].items():
+                self.stateful[name].load_state_dict(state)
+        except BaseException:
+            for name, state in before.items():
+                self.stateful[name].load_state_dict(state)
+            raise
         for name, state in content["generators"].items():
             self.generators[name].set_state(state)
-        for name, state in content["stateful"].items():
-            self.stateful[name].load_state_dict(state)
         run, held = self.run, content["history"]
         known = {
             "plan": self.described_plan,
@@ -817,6 +827,7 @@ class TrainingLoop:
         content = read_checkpoint(path, (*TAKEN_OVER, "model", "optimizer"))
         self.check_same_run(content, path)
         run = self.run
+        check_fits(run.model, content["model"], path)
         ended = _has_ended(content, run.plan)
         if self.seed is None and not ended and self.ranks.first:  # a finished run draws no more
             found = read_keys(key_file(path), self.generators)

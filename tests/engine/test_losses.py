@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import functools
 import math
+import re
+import warnings
 
 import pytest
 import torch
@@ -599,8 +601,11 @@ def test_on_a_device_a_loss_that_mixes_later_makes_steps_of_noise_and_is_said(mo
 
 @pytest.mark.parametrize("delta", [0.5, 1 / N])
 def test_a_delta_that_one_example_in_full_would_have_is_warned_of(delta):
-    with pytest.warns(UserWarning, match="target_delta"):
-        private(nn.Linear(4, 3), classes(), target_delta=delta)
+    with pytest.warns(UserWarning, match="delta .* is not below 1/n"):
+        engine = private(nn.Linear(4, 3), classes(), target_delta=delta)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        engine.statement()
 
 
 def test_the_statement_is_of_the_steps_that_were_taken():
@@ -612,7 +617,11 @@ def test_the_statement_is_of_the_steps_that_were_taken():
         optimizer.step()
         if number == 4:
             break
-    assert " 5 of 30 planned steps," in engine.statement()
+    said = engine.statement()
+    assert " 5 of 30 planned steps," in said
+    planned = re.search(r"the epsilon of all planned steps holds, (\d+.\d+)", said)
+    now = re.search(r"Epsilon at most (\d+.\d+)", said)
+    assert float(now[1]) < float(planned[1])
 
 
 @pytest.mark.parametrize("ignored", [-100, 1])

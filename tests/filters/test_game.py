@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dpcompanion.accounting import compute_delta, gaussian_delta
 from dpcompanion.accounting.histories import epsilon_of_histories
 from dpcompanion.filters import adaptive_delta, play, worst_case
-from dpcompanion.filters.pairs import Discrete, SampledGaussian
+from dpcompanion.filters.pairs import Discrete, SampledGaussianBlock
 
 from ..refusals import refuses
 
@@ -179,7 +179,7 @@ def test_full_batches_with_costs_of_the_square_pay_nothing_for_adaptivity(epsilo
 def test_the_maximising_strategy_played_on_the_mechanism_attains_the_value(direction, proposals):
     epsilon = 1.2 if direction == "remove" else 0.7
     pairs = [
-        SampledGaussian(ADAPTIVE["sample_rate"], ADAPTIVE["noise_multiplier"] / z)
+        SampledGaussianBlock(ADAPTIVE["sample_rate"], ADAPTIVE["noise_multiplier"] / z)
         for z in ADAPTIVE["levels"]
     ]
     game = worst_case(
@@ -243,7 +243,7 @@ def test_the_natural_filter_breaks_its_promise():
     )
     # Each history keeps (promised, delta), so the natural filter admits all that the budget admits.
     game = worst_case(
-        [SampledGaussian(run["sample_rate"], noise) for noise in noises],
+        [SampledGaussianBlock(run["sample_rate"], noise) for noise in noises],
         costs=costs,
         budget=budget,
         epsilon=promised,
@@ -347,7 +347,11 @@ def test_deltas_near_the_smallest_float_have_tiny_bounds(run):
 
 
 def test_mechanisms_of_different_kinds_share_a_budget():
-    pairs = [SampledGaussian(0.1, 2.0, 5), SampledGaussian(1.0, 10.0), Discrete(*coin(0.1))]
+    pairs = [
+        SampledGaussianBlock(0.1, 2.0, 5),
+        SampledGaussianBlock(1.0, 10.0),
+        Discrete(*coin(0.1)),
+    ]
     value = worst_case(pairs, costs=[2, 1, 1], budget=8, epsilon=0.5).delta
     for chosen in itertools.combinations(range(3), 2):
         part = worst_case(

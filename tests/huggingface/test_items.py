@@ -215,7 +215,8 @@ def test_masks_of_a_masked_language_model_are_drawn_by_the_run():
         )
 
 
-def test_a_collator_that_forgets_the_mask_is_refused():
+@pytest.mark.parametrize("initial", [0.02, 0.5])
+def test_a_collator_that_forgets_the_mask_is_refused(initial):
     pad = DataCollatorWithPadding(tokenizer())
 
     def unmasked(rows):
@@ -225,7 +226,7 @@ def test_a_collator_that_forgets_the_mask_is_refused():
     torch.manual_seed(0)
     rows = [{"input_ids": list(range(2, 4 + i % 5)), "labels": i % CLASSES} for i in range(20)]
     with pytest.raises(ValueError, match="collate_fn.*attention_mask"):
-        run(bert(initializer_range=0.5), rows, unmasked)
+        run(bert(initializer_range=initial), rows, unmasked)
 
 
 def test_persons_of_a_data_set_have_one_budget_each():

@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 
 from dpcompanion.filters import ExactFilter, worst_case
-from dpcompanion.filters.pairs import SampledGaussian
+from dpcompanion.filters.pairs import SampledGaussianBlock
 from dpcompanion.training import DPSGDPlan, train
 
 N = 60_000
@@ -79,7 +79,7 @@ def audited(greedy=False):
         steps=STEPS,
     )
     promised = float(filter.epsilon(DELTA)[0])
-    pairs = [SampledGaussian(0.3, 1.0 / level) for level in LEVELS]
+    pairs = [SampledGaussianBlock(0.3, 1.0 / level) for level in LEVELS]
     game = worst_case(pairs, costs=COSTS, budget=BUDGET, epsilon=promised, choices=True)
     model = torch.nn.Embedding(N, 1, dtype=torch.float64)
     torch.nn.init.zeros_(model.weight)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dpcompanion.accounting import Ledger
+from dpcompanion.filters import RenyiFilter
 from dpcompanion.mechanism import secure
 from dpcompanion.training import (
     Callbacks,
@@ -335,3 +336,37 @@ def test_what_could_not_be_read_back_is_refused_by_name_when_it_is_written(tmp_p
     kept = Checkpoint(tmp_path / "run.pt", 3, stateful={"meter": Meter([object])})
     with pytest.raises(ValueError, match="got type in 'stateful.meter.kept.0'"):
         run(seed=1, checkpoint=kept)
+
+
+class Refusing(Meter):
+    def load_state_dict(self, state):
+        raise ValueError("state must be of another meter")
+
+
+@pytest.mark.parametrize("meter, word", [(Meter, "mask"), (Refusing, "another meter")])
+def test_a_checkpoint_that_is_refused_gives_nothing_back_to_a_filter(meter, word, tmp_path):
+    """What a filter had paid for one run was forgotten when another's checkpoint did not fit."""
+    path, spent_more = tmp_path / "run.pt", RenyiFilter.for_plan(plan(), 30.0)
+    kept = Checkpoint(path, 3, stateful={"meter": Meter(1)})
+    with pytest.raises(InterruptedError):
+        run(stop_at=7, filter=RenyiFilter.for_plan(plan(), 30.0), checkpoint=kept)
+    run(filter=spent_more)
+    paid, meter = spent_more.spent.clone(), meter(2)
+    model = models.linear(5, 3, seed=0).double()
+    if word == "mask":
+        model.register_buffer("mask", torch.ones(3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    refused(
+        word,
+        train,
+        model,
+        cross_entropy,
+        data(),
+        plan(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        filter=spent_more,
+        checkpoint=Checkpoint(path, 3, stateful={"meter": meter}),
+        progress=False,
+    )
+    assert torch.equal(spent_more.spent, paid) and bool((paid > 0).all()) and meter.kept == 2
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
