@@ -94,11 +94,12 @@ def in_order(name: str, value: Any, persons: Any = None) -> Any:
     whose = "examples" if persons is None else "persons"
     raise ValueError(
         f"{name} must be in the order of the {whose}, which its labels {_some(index)} leave open: "
-        "give the values in that order, as .to_numpy() does"
+        "give the values in that order, "
         + (
-            ""
+            "by .to_numpy(), or of a table by name by .reindex(names).to_numpy()"
             if persons is None
-            else f", or label them by the names of the persons ({_some(np.asarray(persons))})"
+            else "by .to_numpy(), or label them by the names of the persons "
+            f"({_some(np.asarray(persons))})"
         )
     )
 

@@ -352,8 +352,9 @@ def try_out(model, loss, x, y):
                 raise
             except Exception as error:
                 where = f" in layer {inside[-1]!r}" if inside else ""
+                said = f"there is no entry {error}" if isinstance(error, KeyError) else error
                 raise ValueError(
-                    f"model and loss must accept the data ({described}), but fail{where}: {error}"
+                    f"model and loss must accept the data ({described}), but fail{where}: {said}"
                 ) from error
     check_losses(losses, len(x))
 

@@ -49,7 +49,7 @@ def values_of(
     is a stand-in's).
 
     Where several hold a value, that of the paper's network counts before that of a stand-in, then
-    that of the paper's scale, and then the exhibit's own.
+    that of the paper's scale, the exhibit's own, and that of more seeds.
 
     >>> exhibit = published.exhibit("individual-accounting/table-3")
     >>> values, of_stand_in = values_of(exhibit, records.find(exhibit.name))
@@ -60,7 +60,12 @@ def values_of(
     found = [*parts] if record is None else [*parts, record]
     for each in sorted(
         found,
-        key=lambda one: (not experiments.is_stand_in(one, exhibit.name), one.preset == "paper"),
+        key=lambda one: (
+            not experiments.is_stand_in(one, exhibit.name),
+            one.preset == "paper",
+            one is record,
+            len(one.seeds),
+        ),
     ):
         values |= each.values
         (

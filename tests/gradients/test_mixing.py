@@ -4,6 +4,7 @@ taken.
 
 import copy
 import random
+import types
 
 import numpy as np
 import pytest
@@ -214,6 +215,29 @@ def test_each_later_look_at_a_model_has_random_draws_of_its_own():
 
 def test_a_loss_of_one_number_is_refused_by_name():
     refused("loss must return one number an example", fit, build(nn.Linear), F.cross_entropy)
+
+
+def test_losses_of_several_numbers_an_example_are_told_what_to_take_the_mean_of():
+    each = nn.MSELoss(reduction="none")
+    refused(
+        r"losses\.flatten\(1\)\.mean\(1\)", fit, build(nn.Linear), each, (X, torch.zeros(len(X), 2))
+    )
+
+
+class Named(nn.Linear):
+    """A model whose outputs hold logits, as those of Hugging Face do; or that wants an entry."""
+
+    def __init__(self, wanted=None):
+        super().__init__(X.shape[1], 2)
+        self.wanted = wanted
+
+    def forward(self, x):
+        return {}[self.wanted] if self.wanted else types.SimpleNamespace(logits=super().forward(x))
+
+
+def test_outputs_and_entries_that_do_not_fit_are_refused_by_their_names():
+    refused(r"cross_entropy\(outputs\.logits, targets\)", fit, Named())
+    refused("there is no entry 'labels'", fit, Named("labels"))
 
 
 class Sleeper(nn.Module):

@@ -460,10 +460,14 @@ def test_what_another_exhibits_quick_run_decides_is_shown_live(tmp_path):
     )
 
 
-def of_part(folder, name, values, model="resnet20", data="mnist"):
+def of_part(folder, name, values, model="resnet20", data="mnist", **config):
     """A record at the paper's scale, written, of an exhibit or a part of one."""
     record = records.make(
-        name, "paper", values, config={"task": {"model": model}, "kinds": []}, data=[{"name": data}]
+        name,
+        "paper",
+        values,
+        config={"task": {"model": model}, "kinds": [], **config},
+        data=[{"name": data}],
     )
     records.write(record, folder)
     return record
@@ -485,6 +489,17 @@ def test_a_part_counts_with_the_exhibits_own_record_and_without_it(tmp_path):
         == 2
     )
     assert len(scoreboard.compared([one])[0][1].rows) == 18
+
+
+def test_of_two_parts_that_hold_a_value_the_one_with_more_seeds_counts(tmp_path):
+    exhibit, parts = published.exhibit("idp-sgd/table-2"), []
+    for setup, seeds in (("a", (0, 1, 2)), ("b", (0,))):
+        name = f"idp-sgd/table-2-cifar10-{setup}"
+        parts.append(of_part(tmp_path, name, {"cifar10.A.dpsgd": len(seeds)}, seeds=seeds))
+    for given in (parts, parts[::-1]):
+        assert states.values_of(exhibit, None, given)[0] == {"cifar10.A.dpsgd": 3}
+    own = of_part(tmp_path, "idp-sgd/table-2", {"cifar10.A.dpsgd": 0})
+    assert states.values_of(exhibit, own, parts)[0] == {"cifar10.A.dpsgd": 0}
 
 
 def test_what_a_part_has_of_the_papers_network_counts_before_a_stand_in(tmp_path):
