@@ -19,6 +19,7 @@ import difflib
 import math
 import numbers
 import operator
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, SupportsFloat, TypeVar
 
@@ -70,8 +71,8 @@ def unlabelled(value: Any) -> Any:
 
 
 def in_order(name: str, value: Any, persons: Any = None) -> Any:
-    """A pandas Series with one number for each example or person as an array in their order; all
-    else as it is.
+    """A pandas Series or DataFrame with one row for each example or person as an array in their
+    order; all else as it is.
 
     With `persons`, their names, it goes by its labels where these are the names. Else by position,
     which only labels that count from 0 do not contradict.
@@ -83,8 +84,6 @@ def in_order(name: str, value: Any, persons: Any = None) -> Any:
     if not hasattr(value, "to_numpy") or not hasattr(index, "is_monotonic_increasing"):
         return value
     values, counted = unlabelled(value), np.arange(len(index))
-    if values.ndim != 1:
-        return values
     places = None if persons is None else _places(index, persons)
     from_0 = index.dtype.kind in "iu" and np.array_equal(index, counted)
     if places is None and from_0:
@@ -152,8 +151,9 @@ def tensor(name: str, value: Any, dtype: torch.dtype | None = None) -> torch.Ten
         return value if dtype is None else value.to(dtype)
     try:
         if isinstance(value, np.ndarray):
-            # PyTorch takes no negative strides, and warns of what must not be written to
-            value = np.require(value, requirements=["C", "W"])
+            value = np.asarray(value, order="C")  # PyTorch takes no negative strides
+            if not value.flags.writeable:  # of which PyTorch warns: nothing here writes
+                return real(name, _unwritten(value, dtype))
         found = torch.as_tensor(value, dtype=dtype)
         # lists would go through PyTorch's default type
         if dtype is None and isinstance(value, (list, tuple)) and found.is_floating_point():
@@ -161,6 +161,12 @@ def tensor(name: str, value: Any, dtype: torch.dtype | None = None) -> torch.Ten
     except (OverflowError, RuntimeError, TypeError, ValueError):
         raise ValueError(f"{name} must be an array of numbers, got {value!r:.80}") from None
     return real(name, found)
+
+
+def _unwritten(value, dtype):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.as_tensor(value, dtype=dtype)
 
 
 def device_of(*values: Any) -> torch.device | None:

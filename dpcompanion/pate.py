@@ -57,7 +57,7 @@ class PateParameters:
     def __post_init__(self):
         number = _checks.number("noise_std", self.noise_std, 0, math.inf, closed="neither")
         object.__setattr__(self, "noise_std", number)
-        weights = _checks.tensor("weights", self.weights, torch.float64)
+        weights = _checks.tensor("weights", self.weights, torch.float64).detach().clone()
         _checks.in_interval("weights", weights, 0, math.inf, closed="neither")
         if weights.ndim != 1 or not len(weights):
             raise ValueError(

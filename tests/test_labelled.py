@@ -60,7 +60,7 @@ TAKEN = {
     ),
     "rates": lambda v: Ledger([Guarantee(1.0, 1e-5)]).trade_off(v / 9),
     "filter budgets": lambda v: RenyiFilter(
-        3, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0, orders=v + 1, budgets=v
+        3, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0, orders=v + 1, budgets=9.0
     ).epsilon(1e-5),
     "pate": lambda v: weighted_parameters(v, v, target_delta=1e-5, queries=9).weights,
     "norms": recorded,

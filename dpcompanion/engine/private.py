@@ -290,21 +290,31 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             "steps": epochs * length,
             "accountant": self._by,
         }
+        if target_delta >= 1 / n:
+            warnings.warn(
+                f"target_delta must be below 1 / n = {1 / n:.3g} to mean anything, got "
+                f"{target_delta:g}: a mechanism that publishes one {units.unit} in full has such a "
+                "delta",
+                UserWarning,
+                stacklevel=3,
+            )
         multiplier = self._calibrate(
             method, budgets, run, max_grad_norm, sample_weight, noise_range
         )
-        plan = DPSGDPlan(
-            n=n,
-            sample_rate=_one_if_alike(self.sample_rates),
-            steps=run["steps"],
-            max_grad_norm=_one_if_alike(self.max_grad_norms),
-            # over the mean of the clip norms, which rounding may set apart from max_grad_norm
-            noise_multiplier=float(self.noise_multipliers[0] * self.max_grad_norms[0])
-            / float(self.max_grad_norms.mean()),
-            delta=run["target_delta"],
-            accountant=self._by,
-            unit=units.unit,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "delta .* is not below 1/n")  # which is said above
+            plan = DPSGDPlan(
+                n=n,
+                sample_rate=_one_if_alike(self.sample_rates),
+                steps=run["steps"],
+                max_grad_norm=_one_if_alike(self.max_grad_norms),
+                # over the mean of the clip norms, which rounding may set apart from max_grad_norm
+                noise_multiplier=float(self.noise_multipliers[0] * self.max_grad_norms[0])
+                / float(self.max_grad_norms.mean()),
+                delta=run["target_delta"],
+                accountant=self._by,
+                unit=units.unit,
+            )
         fixed = FixedBudgets(plan, self.noise_multipliers, budgets)
         self.people = units.ownership
         return assemble(
@@ -622,9 +632,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         return self.accountant.statement()
 
     def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
-        """What the run counts as in `accounting.Ledger.add`: all planned steps, or those that were
-        taken if they are more, for each example (person); with a filter what it promised at
-        `delta`.
+        """What the run counts as in `accounting.Ledger.add`: all planned steps, for each example
+        (person); with a filter what it promised at `delta`.
 
         Raises:
             ValueError: before the module was made private, after too little noise, and for a delta

@@ -94,7 +94,7 @@ class RenyiFilter(PrivacyFilter):
             max_grad_norm=max_grad_norm,
             device=device,
         )
-        orders, budgets = _checks.unlabelled(orders), _checks.unlabelled(budgets)
+        orders, budgets = _checks.unlabelled(orders), _checks.in_order("budgets", budgets)
         _checks.in_interval("orders", orders, 1, math.inf, closed="neither")
         orders = torch.as_tensor(orders, dtype=torch.float64, device="cpu").reshape(-1)
         if len(orders.unique()) != len(orders) or not len(orders):

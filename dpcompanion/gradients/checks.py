@@ -371,7 +371,8 @@ def check_losses(losses, n):
             f"loss must return one number an example, shape ({n},) for {n} examples, got {got}"
             + (": a number for the whole batch cannot be taken apart" if got == "shape ()" else "")
             + (
-                "; take the mean of each example's own, as losses.flatten(1).mean(1) does"
+                "; take the mean of each example's own, where nothing is padded by "
+                "losses.flatten(1).mean(1)"
                 if isinstance(losses, torch.Tensor) and losses.ndim > 1 and len(losses) == n
                 else "; use reduction='none', and the mean over an example's own tokens where it "
                 "has several"

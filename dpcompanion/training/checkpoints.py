@@ -313,19 +313,25 @@ def read_keys(path, streams):
         ) from None
 
 
-def check_fits(model, state, path):
-    """Refuse the weights and buffers of another model, before anything is loaded."""
+def check_fits(run: Any, content: Any, path: Any) -> None:
+    """Refuse the entries of another model and other parameter groups, before anything is loaded."""
+    theirs, ours = set(content["model"]), set(run.model.state_dict())
+    if theirs != ours:
+        raise ValueError(
+            "checkpoint must hold the weights and buffers of this model, but "
+            f"{os.fspath(path)!r} "
+            + " and ".join(
+                f"{word} {', '.join(sorted(names)[:5])}"
+                for word, names in (("lacks", ours - theirs), ("has", theirs - ours))
+                if names
+            )
+        )
     theirs, ours = (
-        {name: tuple(getattr(value, "shape", ())) for name, value in of.items()}
-        for of in (state, model.state_dict())
+        [len(group["params"]) for group in of["param_groups"]]
+        for of in (content["optimizer"], run.optimizer.state_dict())
     )
     if theirs != ours:
-        differ = [
-            f"{name} is {theirs.get(name, 'missing')} there, {ours.get(name, 'missing')} here"
-            for name in {**ours, **theirs}
-            if theirs.get(name) != ours.get(name)
-        ]
         raise ValueError(
-            "checkpoint must hold the weights and buffers of this model, but in "
-            f"{os.fspath(path)!r} {'; '.join(differ)}"
+            f"optimizer must have parameter groups of {theirs} tensors, as the checkpoint "
+            f"{os.fspath(path)!r} has, got {ours}"
         )

@@ -769,18 +769,31 @@ class TrainingLoop:
             write_keys(key_file(path), self.generators, self.forward_seed)
         write_checkpoint(path, content | rest)
 
-    def take_over(self, content):
-        """Go on from the draws, accounts and history of a checkpoint of this run. Where one of the
-        accounts is refused all stay what they were: what a filter has paid is never forgotten.
+    @contextlib.contextmanager
+    def _nothing_forgotten(self):
+        """Where a checkpoint is refused, filters and trackers stay what they were: what a filter
+        has paid is never forgotten.
         """
-        before = {name: copy.deepcopy(item.state_dict()) for name, item in self.stateful.items()}
+        before = {}
+        for name, item in self.stateful.items():
+            with contextlib.suppress(Exception):  # one of the user's that has no state yet
+                before[name] = copy.deepcopy(item.state_dict())
         try:
-            for name, state in content["stateful"].items():
-                self.stateful[name].load_state_dict(state)
+            yield
         except BaseException:
             for name, state in before.items():
-                self.stateful[name].load_state_dict(state)
+                with contextlib.suppress(Exception):  # one that takes no earlier state
+                    self.stateful[name].load_state_dict(state)
             raise
+
+    def take_over(self, content):
+        """Go on from the draws, accounts and history of a checkpoint of this run."""
+        with self._nothing_forgotten():
+            self._take_over(content)
+
+    def _take_over(self, content):
+        for name, state in content["stateful"].items():
+            self.stateful[name].load_state_dict(state)
         for name, state in content["generators"].items():
             self.generators[name].set_state(state)
         run, held = self.run, content["history"]
@@ -827,14 +840,15 @@ class TrainingLoop:
         content = read_checkpoint(path, (*TAKEN_OVER, "model", "optimizer"))
         self.check_same_run(content, path)
         run = self.run
-        check_fits(run.model, content["model"], path)
+        check_fits(run, content, path)
         ended = _has_ended(content, run.plan)
         if self.seed is None and not ended and self.ranks.first:  # a finished run draws no more
             found = read_keys(key_file(path), self.generators)
             self.forward_seed = self.forward_seed if found is None else found
-        self.take_over(content)  # which refuses other trackers, before anything of the user changes
-        run.model.load_state_dict(content["model"])
-        run.optimizer.load_state_dict(content["optimizer"])
+        with self._nothing_forgotten():
+            self._take_over(content)  # refuses other trackers, before anything of the user changes
+            run.model.load_state_dict(content["model"])
+            run.optimizer.load_state_dict(content["optimizer"])
 
 
 def _has_ended(content, plan):

@@ -10,10 +10,13 @@ import pytest
 import torch
 from tiny import CLASSES, MODELS, VOCABULARY, bert, gpt2, llama, model_of
 from tokenizers import Tokenizer, models
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
+    LlamaConfig,
+    LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
     default_data_collator,
 )
@@ -227,6 +230,35 @@ def test_a_collator_that_forgets_the_mask_is_refused(initial):
     rows = [{"input_ids": list(range(2, 4 + i % 5)), "labels": i % CLASSES} for i in range(20)]
     with pytest.raises(ValueError, match="collate_fn.*attention_mask"):
         run(bert(initializer_range=initial), rows, unmasked)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_model_that_rounds_to_single_precision_inside_is_taken(side):
+    """Llama's eager attention computes in float32 whatever its weights are."""
+    torch.manual_seed(1)
+    model = LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=100,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            pad_token_id=0,
+            num_labels=CLASSES,
+            attn_implementation="eager",
+        )
+    )
+    rows = [
+        {"ids": torch.randint(1, 100, (5 + (7 * i) % 40,)), "labels": i % CLASSES}
+        for i in range(20)
+    ]
+
+    def padded(rows):
+        ids = pad_sequence([row["ids"] for row in rows], batch_first=True, padding_side=side)
+        labels = torch.tensor([row["labels"] for row in rows])
+        return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
+
+    run(model, rows, padded)
 
 
 def test_persons_of_a_data_set_have_one_budget_each():

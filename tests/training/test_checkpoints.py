@@ -339,34 +339,86 @@ def test_what_could_not_be_read_back_is_refused_by_name_when_it_is_written(tmp_p
 
 
 class Refusing(Meter):
+    """It takes no state at all."""
+
     def load_state_dict(self, state):
         raise ValueError("state must be of another meter")
 
 
-@pytest.mark.parametrize("meter, word", [(Meter, "mask"), (Refusing, "another meter")])
-def test_a_checkpoint_that_is_refused_gives_nothing_back_to_a_filter(meter, word, tmp_path):
+class Stateless(Meter):
+    """It has nothing to save before the first step."""
+
+    def state_dict(self):
+        if not self.kept:
+            raise RuntimeError("nothing seen yet")
+        return super().state_dict()
+
+
+def with_a_mask(model):
+    model.register_buffer("mask", torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "meters, change, groups, word",
+    [
+        ((Meter,), with_a_mask, 1, "mask"),
+        ((Refusing,), None, 1, "another meter"),
+        ((Refusing, Meter), None, 1, "another meter"),
+        ((Meter,), None, 2, "optimizer must"),
+    ],
+)
+def test_a_checkpoint_that_is_refused_gives_nothing_back_to_a_filter(
+    meters, change, groups, word, tmp_path
+):
     """What a filter had paid for one run was forgotten when another's checkpoint did not fit."""
     path, spent_more = tmp_path / "run.pt", RenyiFilter.for_plan(plan(), 30.0)
-    kept = Checkpoint(path, 3, stateful={"meter": Meter(1)})
+
+    def made(model, groups):
+        weight, bias = model.parameters()
+        parts = [[weight, bias], []] if groups == 1 else [[weight], [bias]]
+        return torch.optim.SGD([{"params": part} for part in parts], lr=0.1)
+
+    def go(filter, checkpoint, stop_at=None, groups=1, change=None):
+        model = models.linear(5, 3, seed=0).double()
+        if change is not None:
+            change(model)
+
+        def stop(state):
+            if state.step == stop_at:
+                raise InterruptedError
+
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        try:
+            train(
+                model,
+                cross_entropy,
+                data(),
+                plan(),
+                optimizer=made(model, groups),
+                filter=filter,
+                checkpoint=checkpoint,
+                callbacks=Callbacks(on_step=stop),
+                progress=False,
+            )
+        finally:
+            same = [torch.equal(before[name], value) for name, value in model.state_dict().items()]
+            moved.append(not all(same))
+
+    moved, names = [], [f"meter {number}" for number in range(len(meters))]
+    kept = Checkpoint(path, 3, stateful={name: Meter(1) for name in names})
     with pytest.raises(InterruptedError):
-        run(stop_at=7, filter=RenyiFilter.for_plan(plan(), 30.0), checkpoint=kept)
-    run(filter=spent_more)
-    paid, meter = spent_more.spent.clone(), meter(2)
-    model = models.linear(5, 3, seed=0).double()
-    if word == "mask":
-        model.register_buffer("mask", torch.ones(3))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    refused(
-        word,
-        train,
-        model,
-        cross_entropy,
-        data(),
-        plan(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        filter=spent_more,
-        checkpoint=Checkpoint(path, 3, stateful={"meter": meter}),
-        progress=False,
-    )
-    assert torch.equal(spent_more.spent, paid) and bool((paid > 0).all()) and meter.kept == 2
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        go(RenyiFilter.for_plan(plan(), 30.0), kept, stop_at=7)
+    go(spent_more, None)
+    paid, here = spent_more.spent.clone(), [meter(2) for meter in meters]
+    checkpoint = Checkpoint(path, 3, stateful=dict(zip(names, here)))
+    refused(word, go, spent_more, checkpoint, groups=groups, change=change)
+    assert torch.equal(spent_more.spent, paid) and bool((paid > 0).all())
+    assert [meter.kept for meter in here] == [2] * len(here) and moved == [True, True, False]
+
+
+def test_what_has_no_state_yet_does_not_keep_a_run_from_going_on(tmp_path):
+    path = tmp_path / "run.pt"
+    for stop_at, meter in ((7, Stateless(1)), (None, Stateless(0))):
+        with contextlib.suppress(InterruptedError):
+            run(stop_at=stop_at, checkpoint=Checkpoint(path, 3, stateful={"meter": meter}))
+    assert meter.kept == 1
