@@ -43,6 +43,16 @@ def _one_if_alike(values):
     return float(values[0]) if bool((values == values[0]).all()) else values
 
 
+def _warn_of_delta(target_delta, n, unit):
+    if target_delta >= 1 / n:
+        warnings.warn(
+            f"target_delta must be below 1 / n = {1 / n:.3g} to mean anything, got "
+            f"{target_delta:g}: a mechanism that publishes one {unit} in full has such a delta",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
 def _check_method(method, sample_weight, noise_range):
     """A method that there is, and what is given to this one only."""
     _checks.one_of("method", method, METHODS)
@@ -290,32 +300,11 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             "steps": epochs * length,
             "accountant": self._by,
         }
-        if target_delta >= 1 / n:
-            warnings.warn(
-                f"target_delta must be below 1 / n = {1 / n:.3g} to mean anything, got "
-                f"{target_delta:g}: a mechanism that publishes one {units.unit} in full has such a "
-                "delta",
-                UserWarning,
-                stacklevel=3,
-            )
+        _warn_of_delta(target_delta, n, units.unit)
         multiplier = self._calibrate(
             method, budgets, run, max_grad_norm, sample_weight, noise_range
         )
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "delta .* is not below 1/n")  # which is said above
-            plan = DPSGDPlan(
-                n=n,
-                sample_rate=_one_if_alike(self.sample_rates),
-                steps=run["steps"],
-                max_grad_norm=_one_if_alike(self.max_grad_norms),
-                # over the mean of the clip norms, which rounding may set apart from max_grad_norm
-                noise_multiplier=float(self.noise_multipliers[0] * self.max_grad_norms[0])
-                / float(self.max_grad_norms.mean()),
-                delta=run["target_delta"],
-                accountant=self._by,
-                unit=units.unit,
-            )
-        fixed = FixedBudgets(plan, self.noise_multipliers, budgets)
+        fixed = FixedBudgets(self._plan(n, run, units.unit), self.noise_multipliers, budgets)
         self.people = units.ownership
         return assemble(
             self,
@@ -526,6 +515,23 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             norms, noises = found.max_grad_norms, found.noise_multipliers
         self.sample_rates, self.max_grad_norms, self.noise_multipliers = rates, norms, noises
         return found.noise_multiplier
+
+    def _plan(self, n, run, unit):
+        """The plan of what was calibrated."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "delta .* is not below 1/n")  # which is said before
+            return DPSGDPlan(
+                n=n,
+                sample_rate=_one_if_alike(self.sample_rates),
+                steps=run["steps"],
+                max_grad_norm=_one_if_alike(self.max_grad_norms),
+                # over the mean of the clip norms, which rounding may set apart from max_grad_norm
+                noise_multiplier=float(self.noise_multipliers[0] * self.max_grad_norms[0])
+                / float(self.max_grad_norms.mean()),
+                delta=run["target_delta"],
+                accountant=self._by,
+                unit=unit,
+            )
 
     def save_checkpoint(self, *, path: Any, **options: Any) -> None:
         """As in Opacus, in a file that is written whole or not at all, under a sha256 of its bytes:
