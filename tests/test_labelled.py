@@ -1,5 +1,7 @@
 """pandas objects where arrays are taken: their values count, in their order; labels do not."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -133,6 +135,27 @@ def test_budgets_of_persons_go_by_name(persons, index, found):
     for names in (persons, np.array(persons)):
         given = pandas.Series(VALUES, index=index)
         assert budgets_for(given, 3, persons=names).tolist() == found
+
+
+def test_rows_of_a_table_whose_labels_leave_their_order_open_are_refused():
+    run = dict(sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0, orders=[2.0, 3.0])
+    rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
+    found = RenyiFilter(3, budgets=pandas.DataFrame(rows), **run)
+    assert found.budgets.tolist() == rows
+    with pytest.raises(ValueError, match="budgets must be in the order of the examples"):
+        RenyiFilter(3, budgets=pandas.DataFrame(rows, index=[2, 0, 1]), **run)
+
+
+def test_arrays_that_must_not_be_written_to_are_taken_without_a_warning():
+    given = np.array(VALUES)
+    given.flags.writeable = False
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert budgets_for(given, 3).tolist() == VALUES
+    finally:
+        torch.set_warn_always(False)
 
 
 def test_dates_are_names_and_categories_have_the_order_of_their_names():

@@ -50,7 +50,7 @@ _COMPARED = 8
 # How many random draws a `collate_fn` is tried with: one that mixes a batch with probability p goes
 # unseen with probability (1 - p)^32, which is 1e-5 for p = 0.3 and 3% for p = 0.1.
 _DRAWS = 32
-# Parameters, at most, of a model that is tried in float64 too: two gigabytes.
+# Parameters, at most, of a model that is tried in float64 too: four gigabytes beside its own.
 _SMALL = 2**28
 
 

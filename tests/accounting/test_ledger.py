@@ -459,6 +459,11 @@ def test_an_accountant_of_opacus_is_taken_by_its_history():
     assert found.items == (SampledGaussian(0.01, 1.0, 2), SampledGaussian(0.01, 1.2, 1))
 
 
+@pytest.mark.parametrize("card", ["card.json", {"epsilon": 1.0}])
+def test_a_card_is_not_added_and_what_to_keep_instead_is_said(card):
+    refused(r"a card .* keep Ledger\(\)\.add\(history\)\.to_json", Ledger().add, card)
+
+
 def test_entries_of_one_key_are_refused_and_the_name_of_a_key_comes_back_from_json():
     run = SampledGaussian(0.01, 1.0, 500)
     one, other = (LedgerEntry(run, key_fingerprint=name) for name in ("one", "other"))
